@@ -1,0 +1,64 @@
+"""The only reader of ``os.environ``. Unknown ``MOET_*`` names are refused, so typos are never silent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from moet.base.errors import UsageError
+
+PREFIX = "MOET_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that can be set from the environment, ``MOET_`` + the upper-case field name.
+
+    Attributes:
+        isa: force one CPU vocabulary: ``portable``, ``avx2`` or ``avx512vnni``; empty = the best
+            that the machine has. Forcing an absent one is an error.
+        threads: threads of the CPU tier, the calling one included; 0 = one a usable core.
+        cache_dir: where small caches live (run files of servers).
+        stall_seconds: a step with work in flight that makes no progress for so long is dead.
+    """
+
+    isa: str = ""
+    threads: int = 0
+    cache_dir: Path = Path("~/.cache/moet")
+    stall_seconds: float = 120.0
+
+
+def _parse(name: str, kind: object, text: str) -> object:
+    parsers = {"str": str, "int": int, "float": float, "Path": Path}
+    try:
+        return parsers[str(kind)](text)
+    except ValueError as error:
+        hint = f"{name} takes a value of type {kind}"
+        raise UsageError(f"{name}={text!r} cannot be read", hint=hint) from error
+
+
+def read(environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings of this process.
+
+    Raises:
+        UsageError: an unknown ``MOET_*`` name, or a value that cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    known = {PREFIX + f.name.upper(): f for f in fields(Settings)}
+    given = {k: v for k, v in environ.items() if k.startswith(PREFIX)}
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        names = ", ".join(sorted(known))
+        raise UsageError(f"unknown setting {unknown[0]}", hint=f"the settings are {names}")
+    values = {known[k].name: _parse(k, known[k].type, v) for k, v in given.items()}
+    settings = Settings(**values)  # type: ignore[arg-type]
+    if settings.threads < 0:
+        raise UsageError(f"MOET_THREADS={settings.threads} is negative", hint="0 means all cores")
+    return settings
+
+
+def child_environ(**extra: str) -> dict[str, str]:
+    """A copy of the environment for a child process, with ``extra`` on top."""
+    return {**os.environ, **extra}

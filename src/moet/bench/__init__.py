@@ -1,0 +1,1 @@
+"""Benchmarks a user can run; results are JSON records."""

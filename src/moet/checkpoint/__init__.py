@@ -1,0 +1,1 @@
+"""Where a checkpoint's bytes are: safetensors headers, family name maps, expert byte ranges."""

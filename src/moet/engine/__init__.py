@@ -1,0 +1,1 @@
+"""vLLM, met only here."""

@@ -1,0 +1,1 @@
+"""The step: routed experts planned, bound and run. The hot path."""

@@ -1,0 +1,1 @@
+"""What computes: the numpy reference, and kernels that equal it bit for bit."""

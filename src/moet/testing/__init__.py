@@ -1,0 +1,1 @@
+"""Conformance suites, faults, toy checkpoints. Imported by no runtime room."""

@@ -1,0 +1,1 @@
+"""Where expert bytes live, handed out as leases."""

@@ -1,0 +1,1 @@
+"""Exams a user can run: bits and quality."""
