@@ -1,4 +1,4 @@
-"""The only reader of ``os.environ``. Unknown ``MOET_*`` names are refused, so typos are never silent."""
+"""The only reader of ``os.environ``. Unknown ``MOET_*`` names are refused: no silent typos."""
 
 from __future__ import annotations
 

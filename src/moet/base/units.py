@@ -35,7 +35,9 @@ def format_bytes(count: float) -> str:
 
 def format_rate(bytes_per_s: float) -> str:
     """A bandwidth in decimal units, as data sheets give it: ``"12.3 GB/s"``."""
-    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.1f} GB/s"
+    return f"{bytes_per_s / 1e6:.0f} MB/s"
 
 
 def format_seconds(seconds: float) -> str:
