@@ -25,10 +25,11 @@ constexpr int kGroupBytes = kGroupBlocks * (kTileRows * kBlock / 2 + kTileRows);
 constexpr int kSegmentBlocks = 16;
 
 // Bytes of one strip (16 rows x K) and of one quantised activation vector of K = 32 * blocks.
-constexpr size_t strip_bytes(int blocks) {
+// (static: an ISA translation unit must not give the linker a weak symbol compiled with its flags.)
+static inline constexpr size_t strip_bytes(int blocks) {
   return size_t((blocks + kGroupBlocks - 1) / kGroupBlocks) * kGroupBytes;
 }
-constexpr size_t quantised_bytes(int blocks, Act act) {
+static inline constexpr size_t quantised_bytes(int blocks, Act act) {
   // q (8-bit slices, one or two a block), then sx, then the correction of each slice. 64-byte multiple.
   const size_t slices = act == Act::kMxInt8 ? 1 : 2;
   const size_t raw = size_t(blocks) * (kBlock * slices + 4 + 4 * slices);
@@ -36,7 +37,8 @@ constexpr size_t quantised_bytes(int blocks, Act act) {
 }
 
 struct Kernels {
-  const char* name;  // "portable", "avx2", "avx512vnni": reported by the code that ran
+  const char* name;         // "portable", "avx2", "avx512vnni": reported by the code that ran
+  const char* build_flags;  // the compiler flags of that table's own translation unit (MOET_FLAGS)
 
   // Quantises one vector. x: k elements of `type`; missing elements of the last block are +0.
   // out: quantised_bytes(ceil(k / 32), act) bytes, 64-byte aligned. Its inside is private to the table.
@@ -63,7 +65,12 @@ struct Kernels {
   void (*exp)(const float* x, int n, float* y);
 };
 
-// The tables that this build has; a table is usable only where cpu_supports(name) says so (csrc/core).
+// The tables that this build has; a table is usable only where cpu_supports(name) says so
+// (csrc/core/cpuid.h). Null where the target architecture cannot have it. Each translation unit is
+// compiled with -ffp-contract=off, its own -m flags and -DMOET_FLAGS="\"<all of its flags>\"":
+//   portable.cpp    no -m flags
+//   avx2.cpp        -mavx2 -mfma -mf16c
+//   avx512vnni.cpp  -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512vnni_kernels();
