@@ -1,0 +1,104 @@
+"""One anonymous mapping in huge pages, its bytes really there before anybody relies on them."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moet.base.errors import TierError
+from moet.base.units import format_bytes
+from moet.machine.memory import read_memory
+
+HUGE_PAGE = 2 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it before Python 3.14
+_CHUNK = 256 << 20  # bytes faulted in at a time: between two, a signal can stop the process
+
+
+def check_fits(nbytes: int) -> None:
+    """Refuses an arena that the machine or the control group has no room for.
+
+    Raises:
+        TierError: with both numbers.
+    """
+    memory = read_memory()
+    if nbytes <= memory.available:
+        return
+    limit = (
+        "" if memory.limit is None else f" (limit of the container {format_bytes(memory.limit)})"
+    )
+    raise TierError(
+        f"{format_bytes(nbytes)} for experts do not fit in the {format_bytes(memory.available)} "
+        f"of memory that are available{limit}",
+        hint="stop other programs, raise the container's limit, or serve a smaller model",
+    )
+
+
+class Arena:
+    """A private anonymous mapping, 2 MiB-aligned, advised to use huge pages.
+
+    Args:
+        nbytes: size; at least 1.
+        populate: fault every page in now, so that no page is missing (or refused) later.
+
+    Raises:
+        TierError: it does not fit, or the kernel refuses.
+    """
+
+    def __init__(self, nbytes: int, *, populate: bool) -> None:
+        check_fits(nbytes)
+        try:
+            # A huge page more than needed, so that an aligned start lies inside.
+            self._mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANON)
+        except OSError as error:
+            raise TierError(
+                f"the kernel refuses a mapping of {format_bytes(nbytes)}: {error.strerror}",
+                hint="look at vm.overcommit_memory and at `ulimit -v`",
+            ) from error
+        whole = np.frombuffer(self._mapping, dtype=np.uint8)
+        start = -whole.ctypes.data % HUGE_PAGE
+        self.bytes: NDArray[np.uint8] = whole[start : start + nbytes]
+        self.address = int(self.bytes.ctypes.data)
+        self._start = start
+        self._advise_huge()
+        if populate:
+            self._populate()
+
+    def _advise_huge(self) -> None:
+        try:
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            # A kernel built without huge pages: the doctor reports it; 4 KiB pages hold the same.
+            if error.errno != errno.EINVAL:
+                raise
+
+    def _populate(self) -> None:
+        for offset in range(0, self.bytes.size, _CHUNK):
+            chunk = self.bytes[offset : offset + _CHUNK]
+            try:
+                self._mapping.madvise(_MADV_POPULATE_WRITE, self._start + offset, chunk.size)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise TierError(
+                        f"the kernel cannot supply {format_bytes(self.bytes.size)} of memory: "
+                        f"{error.strerror}",
+                        hint="another program took it meanwhile, or a container limit was hit",
+                    ) from error
+                chunk[:: mmap.PAGESIZE] = 0  # Linux before 5.14: touch each page
+
+    def close(self) -> None:
+        """Unmaps. Nothing may read through ``address`` afterwards.
+
+        Raises:
+            TierError: an array still looks into the mapping.
+        """
+        self.bytes = np.empty(0, np.uint8)
+        try:
+            self._mapping.close()
+        except BufferError as error:
+            raise TierError(
+                "an array still looks into the memory of a closed tier",
+                hint="drop the views of a lease before the tier is closed",
+            ) from error
