@@ -206,7 +206,12 @@ class ExpertLayout:
         return ceil_div(self.payload_bytes, RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
-def _check_expert(layout: ExpertLayout, weights: ExpertWeights) -> None:
+def check_expert(layout: ExpertLayout, weights: ExpertWeights) -> None:
+    """Refuses an expert whose matrices or biases do not fit the layout.
+
+    Raises:
+        FormatError: names the part, what was wanted and what is there.
+    """
     hidden, intermediate = layout.hidden, layout.intermediate
     check_matrix(weights.gate, intermediate, hidden, "gate")
     check_matrix(weights.up, intermediate, hidden, "up")
@@ -239,7 +244,7 @@ def write_expert(layout: ExpertLayout, weights: ExpertWeights, out: NDArray[np.u
     Raises:
         FormatError: weights or buffer do not fit the layout.
     """
-    _check_expert(layout, weights)
+    check_expert(layout, weights)
     _check_record(layout, out)
     out[:] = 0
     gate_up = np.stack((pack_strips(weights.gate), pack_strips(weights.up)), axis=1)
