@@ -4,6 +4,7 @@
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC's own AVX-512 headers start values as "x = x" (gcc.gnu.org/PR105593); drop when GCC 12 is gone.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include "avx512vnni.h"
 

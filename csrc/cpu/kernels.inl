@@ -205,7 +205,7 @@ MOET_INLINE void add_group(const uint8_t* group, const uint8_t* const* xs, Layou
 template <Act act, int m>
 void strip_of(const uint8_t* strip, int blocks, const uint8_t* const* xs, float* out) {
   const Layout<act> at{blocks};
-  F tot[m][kParts];
+  F tot[m][kParts] = {};
   for (int first = 0; first < blocks; first += kSegmentBlocks) {
     F acc[m][kParts];
     for (int t = 0; t < m; ++t)
