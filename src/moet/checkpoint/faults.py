@@ -69,7 +69,7 @@ HINTS: dict[Fault, str] = {
     Fault.HEADER_PAST_END: _CUT_SHORT,
     Fault.TRUNCATED: _CUT_SHORT,
     Fault.NO_WEIGHTS: "give the folder that holds config.json and the *.safetensors files",
-    Fault.NO_INDEX: "download model.safetensors.index.json too: it tells which shards there must be",
+    Fault.NO_INDEX: "download model.safetensors.index.json too: it says which shards there are",
     Fault.BAD_INDEX: "download model.safetensors.index.json again",
     Fault.BAD_SHARD_NAME: "shards lie beside the index: download the index again",
     Fault.MISSING_SHARD: "the download is not complete: download the missing shard",

@@ -26,12 +26,11 @@ def check_fits(nbytes: int) -> None:
     memory = read_memory()
     if nbytes <= memory.available:
         return
-    limit = (
-        "" if memory.limit is None else f" (limit of the container {format_bytes(memory.limit)})"
-    )
+    limit = memory.limit
+    of = "" if limit is None else f" (limit of the container: {format_bytes(limit)})"
     raise TierError(
         f"{format_bytes(nbytes)} for experts do not fit in the {format_bytes(memory.available)} "
-        f"of memory that are available{limit}",
+        f"of memory that are available{of}",
         hint="stop other programs, raise the container's limit, or serve a smaller model",
     )
 
@@ -94,10 +93,12 @@ class Arena:
         Raises:
             TierError: an array still looks into the mapping.
         """
+        size = self.bytes.size
         self.bytes = np.empty(0, np.uint8)
         try:
             self._mapping.close()
         except BufferError as error:
+            self.bytes = np.frombuffer(self._mapping, np.uint8)[self._start : self._start + size]
             raise TierError(
                 "an array still looks into the memory of a closed tier",
                 hint="drop the views of a lease before the tier is closed",

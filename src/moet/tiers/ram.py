@@ -186,9 +186,10 @@ class RamTier:
 
     def _no_room(self, nbytes: int) -> str:
         extents = self._extents
+        free, largest = format_bytes(extents.free_bytes), format_bytes(extents.largest)
         return (
-            f"no room for {format_bytes(nbytes)}: {format_bytes(extents.free_bytes)} of "
-            f"{format_bytes(extents.capacity)} are free, {format_bytes(extents.largest)} in one piece"
+            f"no room for {format_bytes(nbytes)}: {free} of {format_bytes(extents.capacity)} are "
+            f"free, {largest} in one piece"
         )
 
     def put(self, key: ExpertKey, data: NDArray[np.uint8]) -> None:
