@@ -187,7 +187,7 @@ def _run(
 ) -> int:
     """Loads ``keys``; returns the bytes read. The first error stops the others and is raised."""
     done, start = 0, time.monotonic()
-    pool = ThreadPoolExecutor(threads, "moet-load", initializer=load.start_thread)
+    pool = ThreadPoolExecutor(threads, "moet-load")
     try:
         pending: set[Future[int]] = {pool.submit(load.load_one, key) for key in keys}
         while pending:
