@@ -93,7 +93,7 @@ def blocks_of(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """fp32 [..., K] -> [..., ceil(K/32), 32]; missing elements of the last block are +0."""
     missing = -x.shape[-1] % BLOCK
     padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    return padded.reshape(*x.shape[:-1], -1, BLOCK)
+    return padded.reshape(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
 
 
 def block_exponents(x: NDArray[np.float32], act: ActFormat) -> NDArray[np.uint8]:
