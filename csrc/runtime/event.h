@@ -1,0 +1,46 @@
+// An event counter to sleep on. A waiter reads now(), looks for work, and waits with the value that
+// it read: a signal in between makes the wait return at once, so none is lost. A signal that finds
+// nobody asleep costs one atomic add and no system call.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace moet {
+
+class Event {
+ public:
+  uint32_t now() const { return count_.load(std::memory_order_seq_cst); }
+
+  // Wakes at most `sleepers` of the threads that wait.
+  void signal(int sleepers) {
+    count_.fetch_add(1, std::memory_order_seq_cst);
+    wake(sleepers);
+  }
+
+  // Wakes sleepers without an event: they look for work themselves.
+  void wake(int sleepers) {
+    if (asleep_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, uint32_t(sleepers));
+  }
+
+  // Sleeps until woken, unless something was signalled after `seen`. May return early.
+  void wait(uint32_t seen) {
+    asleep_.fetch_add(1, std::memory_order_seq_cst);
+    futex(FUTEX_WAIT_PRIVATE, seen);
+    asleep_.fetch_sub(1, std::memory_order_seq_cst);
+  }
+
+ private:
+  void futex(int operation, uint32_t value) {
+    static_assert(sizeof(count_) == sizeof(uint32_t));
+    syscall(SYS_futex, &count_, operation, value, nullptr, nullptr, 0);
+  }
+
+  std::atomic<uint32_t> count_{0};
+  std::atomic<int> asleep_{0};
+};
+
+}  // namespace moet
