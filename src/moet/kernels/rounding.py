@@ -23,7 +23,7 @@ CANONICAL_NAN: Final = {DType.F32: 0x7FFFFFFF, DType.BF16: 0x7FFF, DType.F16: 0x
 # Between two neighbouring fp32 numbers (normal range), the fp64 number half-way has these low bits.
 _LOW_BITS = np.uint64(0x1FFFFFFF)
 _HALF_WAY = np.uint64(0x10000000)
-_SMALLEST_NORMAL = np.float64(2.0**-126)
+_SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 def check_environment() -> None:
@@ -32,9 +32,8 @@ def check_environment() -> None:
     Raises:
         KernelError: FTZ or DAZ is on (a library has set it).
     """
-    smallest = np.full(1, 2.0**-126, np.float32)
-    halved = smallest * np.float32(0.5)
-    if not (halved * np.float32(2) == smallest).all():
+    halved = np.full(1, _SMALLEST_NORMAL) * np.float32(0.5)
+    if not (halved * np.float32(2) == _SMALLEST_NORMAL).all():
         raise KernelError(
             "this thread flushes subnormal numbers to zero",
             hint="a library was built with fast-math and has set FTZ/DAZ; run moet without it",
@@ -52,7 +51,8 @@ def _round_to_odd(product: F64, addend: F64, total: F64) -> F64:
     bits = total.view(np.int64)
     moves = (error != 0) & np.isfinite(total) & ((bits & 1) == 0)
     away_from_zero = (error > 0) == (total > 0)
-    return (bits + moves * np.where(away_from_zero, 1, -1)).view(np.float64)
+    odd: NDArray[np.int64] = bits + moves * np.where(away_from_zero, 1, -1)
+    return odd.view(np.float64)
 
 
 def fma32(a: F32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
