@@ -48,10 +48,10 @@ void bind_pool(nb::module_& m) {
       .def(nb::init<std::shared_ptr<Pool>, size_t>(), nb::arg("pool"), nb::arg("bytes"), Unlocked())
       .def_prop_ro("bytes", &ReadProbe::bytes)
       .def("run", &ReadProbe::pass, "One pass: bytes a second.", Unlocked());
-  m.def("testing_stall", &Pool::testing_stall, nb::arg("pool"), nb::arg("worker"),
+  m.def("exam_stall", &Pool::exam_stall, nb::arg("pool"), nb::arg("worker"),
         nb::arg("milliseconds"), "The next item of a worker (-1: anyone) takes so much longer.");
-  m.def("testing_release", &Pool::testing_release, nb::arg("pool"), "Ends a stall.");
-  m.def("testing_exam", &exam, nb::arg("pool"), nb::arg("slots"), nb::arg("items"),
+  m.def("exam_release", &Pool::exam_release, nb::arg("pool"), "Ends a stall.");
+  m.def("exam_pool", &exam, nb::arg("pool"), nb::arg("slots"), nb::arg("items"),
         nb::arg("spin") = 0, nb::arg("throw_at") = -1, "Runs a job that counts its items.");
 }
 

@@ -230,14 +230,14 @@ uint64_t Pool::heartbeat() const { return __atomic_load_n(heartbeat_, __ATOMIC_A
 
 void Pool::beat() { __atomic_fetch_add(heartbeat_, 1, __ATOMIC_ACQ_REL); }
 
-void Pool::testing_stall(int worker, int64_t milliseconds) {
+void Pool::exam_stall(int worker, int64_t milliseconds) {
   if (worker < -1 || worker >= threads_) throw Refusal("no worker " + std::to_string(worker));
   stall_worker_.store(worker);
   stall_ms_.store(milliseconds);
   stall_armed_.store(true);
 }
 
-void Pool::testing_release() { stall_ms_.store(0); }
+void Pool::exam_release() { stall_ms_.store(0); }
 
 void Pool::stall(const Worker& worker) {
   const int wanted = stall_worker_.load();

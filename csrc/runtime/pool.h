@@ -87,8 +87,8 @@ class Pool {
 
   // For tests of watchdogs and stealing only: the next item that `worker` (-1: anyone) claims takes
   // `milliseconds` longer (negative: until release_stall, or until the pool is destroyed).
-  void testing_stall(int worker, int64_t milliseconds);
-  void testing_release();
+  void exam_stall(int worker, int64_t milliseconds);
+  void exam_release();
 
  private:
   struct alignas(64) Worker {
