@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moet import _core
 from moet.base.errors import FormatError, UsageError
-from moet.checkpoint.experts import ExpertTensors, MatrixSpans, Span
+from moet.checkpoint.experts import ExpertTensors, Span
 from moet.checkpoint.faults import BrokenCheckpoint, Fault
 from moet.checkpoint.header import TensorInfo
-from moet.formats.mxfp4 import BLOCK, BLOCK_BYTES, SCALE_NAN, Mxfp4Matrix
-from moet.formats.tiling import ExpertLayout, ExpertWeights, write_expert
+from moet.formats.mxfp4 import BLOCK, BLOCK_BYTES
+from moet.formats.tiling import STRIP_ROWS, ExpertLayout, ceil_div
 
 U8 = NDArray[np.uint8]
 
@@ -80,7 +83,7 @@ def _open(file: Path) -> int:
 
 def _pread(fd: int, out: U8, offset: int, file: Path) -> None:
     """Fills ``out`` from ``offset`` on."""
-    done, view = 0, memoryview(out)
+    done, view = 0, out.data
     while done < out.size:
         try:
             got = os.preadv(fd, [view[done:]], offset + done)
@@ -91,6 +94,25 @@ def _pread(fd: int, out: U8, offset: int, file: Path) -> None:
             what = f"it ends at byte {offset + done}: it was cut after its header was read"
             raise BrokenCheckpoint(Fault.TRUNCATED, file, what)
         done += got
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Part of a matrix in scratch memory.
+
+    Attributes:
+        codes: u8 [rows, 16 * blocks], rows possibly apart.
+        scales: u8 [rows, blocks], the same.
+        span: of the scales, to name a bad one.
+        first_row: row of the span that row 0 is.
+        first_block: block of the span's rows that block 0 is.
+    """
+
+    codes: U8
+    scales: U8
+    span: Span
+    first_row: int
+    first_block: int
 
 
 class ExpertReader:
@@ -125,48 +147,75 @@ class ExpertReader:
         self.bytes_read = 0
 
     def read(self, expert: ExpertTensors, record: U8) -> None:
-        """Fills ``record``, u8 [layout.record_bytes].
+        """Fills ``record``, u8 [layout.record_bytes], its padding included.
 
         Raises:
             BrokenCheckpoint: a file cannot be read, or has shrunk.
             FormatError: a scale byte 255, with the tensor's name and the index.
         """
-        rows = self._channels
-        first, count = rows.start, len(rows)
-        gate, up = self._gate_up(expert, first, count)
-        down = self._down(expert.down)
-        biases = self._biases(expert, first, count) if self._layout.biased else (None,) * 3
-        weights = ExpertWeights(gate, up, down, *biases)
-        write_expert(self._layout, weights, record)
+        layout = self._layout
+        for matrix, at, stride in zip(
+            self._matrices(expert),
+            (layout.gate_strip(0), layout.up_strip(0), layout.down_strip(0)),
+            (
+                2 * layout.gate_up_strip_bytes,
+                2 * layout.gate_up_strip_bytes,
+                layout.down_strip_bytes,
+            ),
+            strict=True,
+        ):
+            self._repack(matrix, record[at:], stride)
+        record[layout.gate_bias :] = 0
+        if layout.biased:
+            self._write_biases(expert, record)
 
-    def _gate_up(
-        self, expert: ExpertTensors, first: int, count: int
-    ) -> tuple[Mxfp4Matrix, Mxfp4Matrix]:
-        codes = self._pair("codes", expert.gate.codes, expert.up.codes, first, count)
-        scales = self._pair("scales", expert.gate.scales, expert.up.scales, first, count)
-        self._check(scales[0], expert.gate.scales, first)
-        self._check(scales[1], expert.up.scales, first)
-        return Mxfp4Matrix(codes[0], scales[0]), Mxfp4Matrix(codes[1], scales[1])
-
-    def _down(self, down: MatrixSpans) -> Mxfp4Matrix:
-        codes = self._rows("down codes", down.codes, 0, down.codes.rows)
-        scales = self._rows("down scales", down.scales, 0, down.scales.rows)
-        self._check(scales, down.scales, 0)
-        first, last = self._channels.start // BLOCK, self._channels.stop // BLOCK
-        return Mxfp4Matrix(
-            codes[:, first * BLOCK_BYTES : last * BLOCK_BYTES], scales[:, first:last]
+    def _matrices(self, expert: ExpertTensors) -> tuple[_Rows, _Rows, _Rows]:
+        """This rank's part of gate, up and down, in scratch memory."""
+        first, count = self._channels.start, len(self._channels)
+        gate, up, down = expert.matrices
+        codes = self._pair("codes", gate.codes, up.codes, first, count)
+        scales = self._pair("scales", gate.scales, up.scales, first, count)
+        down_codes = self._rows("down codes", down.codes, 0, down.codes.rows)
+        down_scales = self._rows("down scales", down.scales, 0, down.scales.rows)
+        blocks = slice(first // BLOCK, (first + count) // BLOCK)
+        columns = slice(blocks.start * BLOCK_BYTES, blocks.stop * BLOCK_BYTES)
+        return (
+            _Rows(codes[0], scales[0], gate.scales, first, 0),
+            _Rows(codes[1], scales[1], up.scales, first, 0),
+            _Rows(down_codes[:, columns], down_scales[:, blocks], down.scales, 0, blocks.start),
         )
 
-    def _biases(
-        self, expert: ExpertTensors, first: int, count: int
-    ) -> tuple[NDArray[np.float32], ...]:
+    def _repack(self, matrix: _Rows, out: U8, strip_stride: int) -> None:
+        """Rows to strips, the padding of strips and groups zeroed."""
+        codes, scales = matrix.codes, matrix.scales
+        rows, blocks = scales.shape
+        reserved = _core.repack_matrix(
+            codes.ctypes.data,
+            codes.strides[0],
+            scales.ctypes.data,
+            scales.strides[0],
+            rows,
+            blocks,
+            out.ctypes.data,
+            strip_stride,
+            ceil_div(rows, STRIP_ROWS),
+        )
+        if reserved >= 0:
+            row, block = divmod(reserved, blocks)
+            self._refuse(matrix.span, matrix.first_row + row, matrix.first_block + block)
+
+    def _write_biases(self, expert: ExpertTensors, record: U8) -> None:
+        """The biases as fp32 behind the strips; down's stays zero on ranks that do not add it."""
         assert expert.gate.bias is not None
         assert expert.up.bias is not None
         assert expert.down.bias is not None
+        first, count = self._channels.start, len(self._channels)
         gate, up = self._pair("bias", expert.gate.bias, expert.up.bias, first, count)
-        down = self._rows("down bias", expert.down.bias, 0, expert.down.bias.rows)
-        widened = tuple(_widen_bf16(bias) for bias in (gate, up, down))
-        return (*widened[:2], widened[2] if self._down_bias else np.zeros_like(widened[2]))
+        _put(record, self._layout.gate_bias, _widen_bf16(gate))
+        _put(record, self._layout.up_bias, _widen_bf16(up))
+        if self._down_bias:
+            down = self._rows("down bias", expert.down.bias, 0, expert.down.bias.rows)
+            _put(record, self._layout.down_bias, _widen_bf16(down))
 
     def _pair(self, what: str, gate: Span, up: Span, first: int, count: int) -> tuple[U8, U8]:
         """Rows of gate and of up; where they alternate in one tensor, by one read."""
@@ -194,13 +243,10 @@ class ExpertReader:
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
         return buffer[:nbytes]
 
-    def _check(self, scales: U8, span: Span, first: int) -> None:
-        """Refuses the scale byte 255, named by its index in the checkpoint's own tensor."""
-        if not (scales == SCALE_NAN).any():
-            return
-        row, block = (int(i) for i in np.argwhere(scales == SCALE_NAN)[0])
+    def _refuse(self, span: Span, row: int, block: int) -> NoReturn:
+        """A scale byte 255, named by its index in the checkpoint's own tensor."""
         info = self._tensors[span.tensor]
-        flat = span.offset + (first + row) * span.step + block - info.offset
+        flat = span.offset + row * span.step + block - info.offset
         where = ", ".join(str(int(i)) for i in np.unravel_index(flat, info.shape))
         raise FormatError(
             f"{span.file}: {span.tensor}[{where}] is the scale byte 255 (NaN)",
@@ -212,3 +258,7 @@ def _widen_bf16(raw: U8) -> NDArray[np.float32]:
     """bf16 bytes [n, 2] as fp32 [n], exactly."""
     words = np.ascontiguousarray(raw).view("<u2").reshape(-1).astype(np.uint32)
     return (words << np.uint32(16)).view(np.float32)
+
+
+def _put(record: U8, offset: int, values: NDArray[np.float32]) -> None:
+    record[offset : offset + values.nbytes] = values.astype("<f4").view(np.uint8)
