@@ -51,6 +51,9 @@ SEGMENT_BLOCKS: Final = 16
 _CHUNK_TOKENS = 64
 _CHUNK_WEIGHTS = 1 << 18
 
+# Overflow, NaN and underflow are results here, not faults.
+_ieee = np.errstate(all="ignore")
+
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
 _EXP_COEFFICIENTS = tuple(
     np.float32(float.fromhex(c))
@@ -92,6 +95,7 @@ def dot_blocks(codes: NDArray[np.uint8], q: NDArray[np.int32]) -> NDArray[np.int
     return d.reshape(blocks, tokens, -1).astype(np.int32)
 
 
+@_ieee
 def accumulate(d: NDArray[np.int32], scales: NDArray[np.uint8], sx: F32) -> F32:
     """Form T over blocks ascending, segments of 16 blocks added in order.
 
@@ -111,7 +115,7 @@ def accumulate(d: NDArray[np.int32], scales: NDArray[np.uint8], sx: F32) -> F32:
         for b in range(start, min(start + SEGMENT_BLOCKS, blocks)):
             t = d[b].astype(np.float32) * sx[:, b, None]
             acc = fma32(t, sw[:, b], acc)
-        tot = acc if tot is None else _add(tot, acc)
+        tot = acc if tot is None else tot + acc
     if tot is None:
         raise KernelError("a matrix without blocks", hint="K must be a positive multiple of 32")
     return tot
@@ -136,14 +140,10 @@ def matmul(matrix: Mxfp4Matrix, x: Quantised) -> F32:
     return tot
 
 
-def _add(a: F32, b: F32) -> F32:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return a + b
-
-
 # ---- section 5: exp and the gates
 
 
+@_ieee
 def exp(x: F32) -> F32:
     """E of the contract: e^x within 0.9 ulp for |x| <= 87, clamped beyond. Not defined for NaN."""
     x = np.where(x > 87, np.float32(87), x)
@@ -161,23 +161,23 @@ def exp(x: F32) -> F32:
 
 def _logistic_times(a: F32, z: F32) -> F32:
     """RN(a / RN(1 + E(-z)))."""
-    with np.errstate(invalid="ignore"):
-        return a / (np.float32(1) + exp(-z))
+    return a / (np.float32(1) + exp(-z))
 
 
+@_ieee
 def gate_value(kind: GateKind, g: F32) -> F32:
     """y: the gate's nonlinearity after the limit (without up), fp32, any shape."""
     floor = {GateKind.SILU: -87, GateKind.GPT_OSS: -51, GateKind.GELU_TANH: -9}[kind]
     a = np.where(g < floor, np.float32(floor), g)
-    with np.errstate(over="ignore"):
-        if kind is GateKind.SILU:
-            return _logistic_times(a, a)
-        if kind is GateKind.GPT_OSS:
-            return _logistic_times(a, _GPT_OSS_ALPHA * a)
-        c = fma32(a * a, _GELU_CUBIC, _GELU_LINEAR)
-        return _logistic_times(a, c * a)
+    if kind is GateKind.SILU:
+        return _logistic_times(a, a)
+    if kind is GateKind.GPT_OSS:
+        return _logistic_times(a, _GPT_OSS_ALPHA * a)
+    c = fma32(a * a, _GELU_CUBIC, _GELU_LINEAR)
+    return _logistic_times(a, c * a)
 
 
+@_ieee
 def gates(kind: GateKind, limit: float | None, g: F32, u: F32) -> F32:
     """h of section 5 from gate and up (biases already added); NaN passes every limit."""
     if limit is not None:
@@ -185,22 +185,23 @@ def gates(kind: GateKind, limit: float | None, g: F32, u: F32) -> F32:
         g = np.where(g > top, top, g)
         u = np.where(u > top, top, np.where(u < -top, -top, u))
     y = gate_value(kind, g)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        if kind is GateKind.GPT_OSS:
-            u = u + np.float32(1)
-        h: F32 = y * u
+    if kind is GateKind.GPT_OSS:
+        u = u + np.float32(1)
+    h: F32 = y * u
     return h
 
 
 # ---- section 6: rows and combine
 
 
+@_ieee
 def finish_row(tot: F32, bias: F32 | None, rows_bf16: bool) -> F32:
     """A row from its sums: optional bias, then RN to bf16 (widened again) where rows are bf16."""
-    row = tot if bias is None else _add(tot, bias)
+    row = tot if bias is None else tot + bias
     return widen_bf16(bf16_bits(row)) if rows_bf16 else row
 
 
+@_ieee
 def combine(
     rows: F32, valid: NDArray[np.bool_], weights: F32, output_scale: float | None = None
 ) -> F32:
@@ -220,23 +221,20 @@ def combine(
     for slot in range(slots):
         on = np.flatnonzero(valid[:, slot])
         out[on] = fma32(rows[on, slot], weights[on, slot, None], out[on])
-    if output_scale is None:
-        return out
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        scaled: F32 = np.float32(output_scale) * out
-    return scaled
+    return out if output_scale is None else np.float32(output_scale) * out
 
 
 # ---- the layer
 
 
+@_ieee
 def expert_rows(spec: LayerSpec, expert: ExpertWeights, x: Quantised) -> F32:
     """Rows of one expert: fp32 [T, H] for activations q [T, B, 32]."""
     check_expert(spec.layout, expert)
     gate = matmul(expert.gate, x)
     up = matmul(expert.up, x)
     if expert.gate_bias is not None and expert.up_bias is not None:
-        gate, up = _add(gate, expert.gate_bias), _add(up, expert.up_bias)
+        gate, up = gate + expert.gate_bias, up + expert.up_bias
     h = gates(spec.gate, spec.limit, gate, up)
     tot = matmul(expert.down, mxint.quantise(h, spec.act))
     return finish_row(tot, expert.down_bias, spec.rows_bf16)
