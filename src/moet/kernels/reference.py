@@ -241,16 +241,21 @@ def expert_rows(spec: LayerSpec, expert: ExpertWeights, x: Quantised) -> F32:
 
 
 def _check_call(spec: LayerSpec, x: F32, ids: NDArray[np.int32], weights: F32) -> None:
-    tokens = x.shape[0]
-    wanted = {"x": (tokens, spec.hidden), "ids": (tokens, spec.top_k), "weights": ids.shape}
+    tokens, slots = x.shape[0], min(ids.shape[-1], spec.top_k)
+    wanted = {"x": (tokens, spec.hidden), "ids": (tokens, slots), "weights": ids.shape}
     for (name, shape), array in zip(wanted.items(), (x, ids, weights), strict=True):
         kind = np.int32 if name == "ids" else np.float32
         if array.shape != shape or array.dtype != kind:
             raise KernelError(
                 f"{name}: {np.dtype(kind)} {list(shape)} wanted, "
                 f"{array.dtype} {list(array.shape)} found",
-                hint="x is [T, hidden], ids and weights are [T, top_k]",
+                hint="x is [T, hidden], ids and weights are [T, K] with K <= top_k",
             )
+    if ids.size and ids.max() >= spec.experts:
+        raise KernelError(
+            f"expert id {ids.max()} is outside 0..{spec.experts - 1}",
+            hint="negative ids mark empty slots; all others must name an expert of the layer",
+        )
 
 
 def moe_layer(
@@ -265,7 +270,8 @@ def moe_layer(
     Args:
         spec: the layer.
         x: fp32 [T, H]; bf16 and fp16 inputs widened exactly.
-        ids: int32 [T, K]; a slot whose id is not in 0..E-1, or not in `experts`, is skipped.
+        ids: int32 [T, K], K <= top_k; a negative id is an empty slot. Empty slots, and experts
+            that are not in `experts` (another rank's), are skipped.
         weights: fp32 [T, K], the router's.
         experts: the experts that this rank owns.
 
@@ -273,7 +279,8 @@ def moe_layer(
         out: fp32 [T, H], to be stored by `round_output`.
 
     Raises:
-        KernelError: shapes or types do not fit the spec; subnormals are flushed in this thread.
+        KernelError: shapes or types do not fit the spec, an id is E or more, or subnormals are
+            flushed in this thread.
         FormatError: an expert does not fit the spec, or has a scale byte 255.
     """
     check_environment()
@@ -281,7 +288,7 @@ def moe_layer(
     quantised = mxint.quantise(x, spec.act)
     rows = np.zeros((*ids.shape, spec.hidden), np.float32)
     valid = np.zeros(ids.shape, np.bool_)
-    for expert in sorted(set(ids.ravel().tolist()) & set(range(spec.experts)) & set(experts)):
+    for expert in sorted(set(ids.ravel().tolist()) & set(experts)):
         tokens, slots = np.nonzero(ids == expert)
         part = Quantised(quantised.q[tokens], quantised.be[tokens], spec.act)
         rows[tokens, slots] = expert_rows(spec, experts[expert], part)
