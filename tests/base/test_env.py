@@ -26,6 +26,8 @@ def test_values_are_typed() -> None:
         ({"MOET_THREADS": "two"}, "MOET_THREADS"),
         ({"MOET_THREADS": "-1"}, "MOET_THREADS"),
         ({"MOET_STALL_SECONDS": "soon"}, "MOET_STALL_SECONDS"),
+        ({"MOET_STALL_SECONDS": "0"}, "MOET_STALL_SECONDS"),
+        ({"MOET_STALL_SECONDS": "nan"}, "MOET_STALL_SECONDS"),
     ],
 )
 def test_bad_settings_are_refused_by_name(environ: dict[str, str], named: str) -> None:

@@ -33,8 +33,7 @@ def test_a_command_with_blanks_and_brackets(tmp_path: Path) -> None:
     (tmp_path / "proc/7/stat").write_text(f"7 (a (b) c) {fields}\n")
     stat = processes.read_stat(7, tmp_path)
     assert stat is not None
-    assert (stat.state, stat.parent, stat.session, stat.started) == ("S", 3, 5, 4242)
-    assert processes.session_members(5, tmp_path) == [Process(7, 4242)]
+    assert (stat.state, stat.parent, stat.started) == ("S", 3, 4242)
     assert processes.read_stat(8, tmp_path) is None
 
 
@@ -48,18 +47,20 @@ def test_a_zombie_is_not_alive() -> None:
     child.wait()
 
 
-def test_a_session_holds_grandchildren_and_is_killed_by_name() -> None:
-    code = "import subprocess, sys; subprocess.run(['sleep', '60'])"
-    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+def test_a_family_is_known_by_its_environment_and_killed_by_name() -> None:
+    mark = f"test-{os.getpid()}"
+    code = "import subprocess; subprocess.run(['sleep', '60'], start_new_session=True)"
+    child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "MARK": mark})
     deadline = time.monotonic() + 10
-    while len(members := processes.session_members(child.pid)) < 2:
+    while len(family := processes.with_variable("MARK", mark)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert any("sleep" in processes.command_line(p.pid) for p in members)
-    assert all(processes.kill(p) for p in members)
+    assert any("sleep" in processes.command_line(p.pid) for p in family)
+    assert all(processes.kill(p) for p in family)
     child.wait()
-    wait_until_gone(*members)
-    assert not any(processes.kill(p) for p in members)
+    wait_until_gone(*family)
+    assert not any(processes.kill(p) for p in family)
+    assert processes.with_variable("MARK", mark) == []
 
 
 def test_shared_memory_that_a_process_maps(tmp_path: Path) -> None:

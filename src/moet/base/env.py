@@ -20,14 +20,19 @@ class Settings:
         isa: force one CPU vocabulary: ``portable``, ``avx2`` or ``avx512vnni``; empty = the best
             that the machine has. Forcing an absent one is an error.
         threads: threads of the CPU tier, the calling one included; 0 = one a usable core.
-        cache_dir: where small caches live (run files of servers).
+        cache_dir: where logs of servers and compiled code are kept.
         stall_seconds: a step with work in flight that makes no progress for so long is dead.
+        api_key: the key that ``moet serve`` asks its clients for and that ``moet chat`` sends.
+        heartbeat: the heartbeat page of the server that started this process; set by ``moet
+            serve`` for its children, empty elsewhere.
     """
 
     isa: str = ""
     threads: int = 0
     cache_dir: Path = Path("~/.cache/moet")
     stall_seconds: float = 120.0
+    api_key: str = ""
+    heartbeat: str = ""
 
 
 def _parse(name: str, kind: object, text: str) -> object:
@@ -56,9 +61,23 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     settings = Settings(**values)  # type: ignore[arg-type]
     if settings.threads < 0:
         raise UsageError(f"MOET_THREADS={settings.threads} is negative", hint="0 means all cores")
+    if not settings.stall_seconds > 0:
+        hint = "give the seconds after which a silent engine is dead, for example 120"
+        raise UsageError(f"MOET_STALL_SECONDS={settings.stall_seconds} is not positive", hint=hint)
     return settings
+
+
+def runtime_dir() -> Path | None:
+    """The per-user directory for sockets and pid files that the login manager made, if any."""
+    text = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(text) if text and os.access(text, os.W_OK) else None
 
 
 def child_environ(**extra: str) -> dict[str, str]:
     """A copy of the environment for a child process, with ``extra`` on top."""
     return {**os.environ, **extra}
+
+
+def with_defaults(environ: dict[str, str], **defaults: str) -> dict[str, str]:
+    """``environ`` with ``defaults`` for the names that it does not set."""
+    return {**defaults, **environ}

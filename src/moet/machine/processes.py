@@ -1,4 +1,4 @@
-"""Processes of this user: when they started, whose session they are in, what they map.
+"""Processes of this user: when they started, what environment they have, what they map.
 
 A pid alone names nothing for long: numbers are reused. Pid, start time and boot id together do.
 """
@@ -37,7 +37,6 @@ class Stat:
 
     state: str
     parent: int
-    session: int
     started: int
 
 
@@ -52,7 +51,7 @@ def read_stat(pid: int | str, root: Path = Path("/")) -> Stat | None:
     if not text:
         return None
     rest = text.rpartition(")")[2].split()
-    return Stat(state=rest[0], parent=int(rest[1]), session=int(rest[3]), started=int(rest[19]))
+    return Stat(state=rest[0], parent=int(rest[1]), started=int(rest[19]))
 
 
 def identify(pid: int, root: Path = Path("/")) -> Process | None:
@@ -70,14 +69,25 @@ def _pids(root: Path) -> Iterator[int]:
     yield from (int(entry.name) for entry in (root / "proc").iterdir() if entry.name.isdigit())
 
 
-def session_members(session: int, root: Path = Path("/")) -> list[Process]:
-    """Running processes of a session. Its number is not reused while it has a member."""
-    stats = ((pid, read_stat(pid, root)) for pid in _pids(root))
+def with_variable(name: str, value: str, root: Path = Path("/")) -> list[Process]:
+    """Running processes of this user that were started with ``name=value`` in the environment.
+
+    A process that rewrites its title must leave the environment alone to be found (for the
+    setproctitle package: SPT_NOENV).
+    """
+    entry = f"{name}={value}".encode()
     return sorted(
-        Process(pid, stat.started)
-        for pid, stat in stats
-        if stat and stat.session == session and stat.state not in "ZX"
+        found
+        for pid in _pids(root)
+        if entry in _environment(pid, root) and (found := identify(pid, root))
     )
+
+
+def _environment(pid: int, root: Path) -> list[bytes]:
+    try:
+        return (root / f"proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def mapped_shared_memory(pid: int, root: Path = Path("/")) -> set[str]:
