@@ -153,6 +153,7 @@ void Step::publish_combine(Pool& pool) noexcept {
 // --- the work of an item -------------------------------------------------------------------------
 
 void Step::work(const Claim& claim, int) {
+  ran_isa_.store(kernels_.name, std::memory_order_relaxed);
   switch (claim.phase) {
     case kQuantise: return quantise_token(int(claim.item));
     case kUp: return up(claim.slot, claim.item);
@@ -175,7 +176,6 @@ void Step::up(int g, uint32_t item) const {
   const int each = cuts_[g].pairs_an_item;
   const int begin = int(item) * each, end = std::min(begin + each, layout_.pairs());
   for (int pair = begin; pair < end; ++pair) up_pair(routing_.group(g), pair);
-  ran_isa_.store(kernels_.name, std::memory_order_relaxed);
 }
 
 // h[16 * pair ..] of every routing of the group.

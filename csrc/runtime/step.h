@@ -91,7 +91,7 @@ class Step final : public Job {
   int combine_parts_ = 1, combine_columns_ = 0;
   std::unique_ptr<Cut[]> cuts_;
   std::atomic<int> quantises_left_{0}, groups_left_{0}, combines_left_{0};
-  mutable std::atomic<const char*> ran_isa_{nullptr};
+  std::atomic<const char*> ran_isa_{nullptr};
 };
 
 }  // namespace moet
