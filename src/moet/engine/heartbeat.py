@@ -6,7 +6,7 @@ that is stopped, stuck or gone cannot lie here: its counter stands still.
 
 Layout, little-endian u64 words. One 64-byte line a writer, so that nobody shares a cache line:
 
-    line 0        magic, phase, beat of the API server's event loop
+    line 0        magic, phase, beat of the API server's event loop, pid of the supervisor
     line 1 + r    of worker rank r: beat, bytes loaded, bytes to load, pid
     byte 4096     u32 length, then message, zero byte, hint: why the server failed, for the user
 """
@@ -95,6 +95,7 @@ class Page:
         finally:
             os.close(descriptor)
         page._words[0] = MAGIC
+        page._words[3] = os.getpid()
         return page
 
     @classmethod
@@ -142,6 +143,11 @@ class Page:
     @phase.setter
     def phase(self, phase: Phase) -> None:
         self._words[1] = int(phase)
+
+    @property
+    def supervisor(self) -> int:
+        """The process that made the page."""
+        return int(self._words[3])
 
     @property
     def loop_beats(self) -> int:

@@ -1,0 +1,36 @@
+"""When is an engine dead? When it has work and nothing of it moves. Pure: no clock, no process."""
+
+from __future__ import annotations
+
+
+class Watchdog:
+    """Adds up the time in which there was work and no progress.
+
+    Time that nobody watched does not count: when the watcher itself stood still (a suspended
+    laptop, a paused container), everything else stood still too.
+
+    Args:
+        limit: seconds without progress after which the engine is dead.
+        longest_turn: the most that one observation can add, seconds.
+    """
+
+    def __init__(self, limit: float, longest_turn: float = 1.0) -> None:
+        self.limit = limit
+        self.longest_turn = longest_turn
+        self.stood_still = 0.0
+        self._last: float | None = None
+        self._progress: object = None
+
+    def observe(self, now: float, *, busy: bool, progress: object) -> bool:
+        """One look. True once the engine is dead.
+
+        Args:
+            now: seconds, of a clock that never goes back.
+            busy: whether any request waits for the engine.
+            progress: anything that changes when the engine gets on.
+        """
+        turn = 0.0 if self._last is None else min(now - self._last, self.longest_turn)
+        moved = progress != self._progress
+        self._last, self._progress = now, progress
+        self.stood_still = self.stood_still + turn if busy and not moved else 0.0
+        return self.stood_still >= self.limit
