@@ -21,6 +21,7 @@ namespace {
 constexpr const char* kName = "avx2";
 constexpr int kLanes = 8;
 constexpr int kTokens = 4;  // tokens that share the decoding of a tile
+constexpr bool kSlicesShareTokens = true;
 
 typedef __m256 F;
 typedef __m256i I;
@@ -77,14 +78,16 @@ MOET_INLINE I set_dword(const void* p) {
 }
 MOET_INLINE I low_nibbles(I codes) { return _mm256_and_si256(codes, _mm256_set1_epi8(15)); }
 MOET_INLINE I high_nibbles(I codes) { return low_nibbles(_mm256_srli_epi16(codes, 4)); }
-MOET_INLINE I look_up(const uint8_t (&table)[16], I indices) {
-  const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(t), indices);
+MOET_INLINE I weights_of(I nibbles) {  // w2 + 12
+  const __m128i t = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(t), nibbles);
 }
 MOET_INLINE Dot dot_start(const void* correction) { return {set_dword(correction)}; }
 MOET_INLINE Dot dot_zero() { return {_mm256_setzero_si256()}; }
 MOET_INLINE Dot dot(Dot sum, I weights, I q) {
-  return {_mm256_add_epi16(sum.pairs, _mm256_maddubs_epi16(weights, q))};
+  sum.pairs = _mm256_add_epi16(sum.pairs, _mm256_maddubs_epi16(weights, q));
+  asm("" : "+x"(sum.pairs));  // or GCC regroups the additions into trees and spills half the products
+  return sum;
 }
 MOET_INLINE I dot_finish(Dot sum) { return _mm256_madd_epi16(sum.pairs, _mm256_set1_epi16(1)); }
 MOET_INLINE int32_t dot_negated(Dot sum) {

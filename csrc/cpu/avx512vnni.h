@@ -14,6 +14,7 @@ namespace {
 constexpr const char* kName = "avx512vnni";
 constexpr int kLanes = 16;
 constexpr int kTokens = 8;  // tokens that share the decoding of a tile
+constexpr bool kSlicesShareTokens = false;
 
 typedef __m512 F;
 typedef __m512i I;
@@ -63,9 +64,9 @@ MOET_INLINE I set_dword(const void* p) {
 }
 MOET_INLINE I low_nibbles(I codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(15)); }
 MOET_INLINE I high_nibbles(I codes) { return low_nibbles(_mm512_srli_epi16(codes, 4)); }
-MOET_INLINE I look_up(const uint8_t (&table)[16], I indices) {
-  const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), indices);
+MOET_INLINE I weights_of(I nibbles) {  // w2 + 12
+  const __m128i t = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), nibbles);
 }
 MOET_INLINE Dot dot_start(const void* correction) { return {set_dword(correction)}; }
 MOET_INLINE Dot dot_zero() { return {_mm512_setzero_si512()}; }

@@ -70,7 +70,7 @@ struct Kernels {
 // compiled with -ffp-contract=off, its own -m flags and -DMOET_FLAGS="\"<all of its flags>\"":
 //   portable.cpp    no -m flags
 //   avx2.cpp        -mavx2 -mfma -mf16c
-//   avx512vnni.cpp  -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
+//   avx512vnni.cpp  -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512vnni_kernels();

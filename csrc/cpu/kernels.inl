@@ -10,14 +10,13 @@ namespace {
 
 constexpr int kParts = kTileRows / kLanes;    // vectors a tile is wide
 constexpr int kBlockVectors = kBlock / kLanes;
-constexpr int kDwords = kBlock / 4;           // dwords of codes a row, and of q a slice, are 4 and 8
+constexpr int kDwords = kBlock / 8;           // dwords of codes a row; a slice of q has twice as many
 constexpr int kTileBytes = kTileRows * kBlock / 2;
-constexpr int kPrefetchBytes = 4096;          // ahead of the tile in work; strips are contiguous
+constexpr int kPrefetchBytes = 2 * kGroupBytes;  // how far ahead of the tile in work; measured
 constexpr uint32_t kNan = 0x7FFFFFFF;
 
-// w2 + 12: twice the E2M1 values, shifted to be unsigned. Undone by the corrections of the vectors.
-alignas(16) constexpr uint8_t kWeights[16] = {12, 13, 14, 15, 16, 18, 20, 24,
-                                              12, 11, 10, 9,  8,  6,  4,  0};
+// The sums of a tile are arrays that must live in registers: every loop over them is unrolled.
+#define MOET_UNROLL _Pragma("GCC unroll 64")
 
 // Section 1: a block's element is q * 2^(be - unit), its scale sx = 2^(be - unit - 1).
 struct Format {
@@ -76,7 +75,7 @@ MOET_INLINE void store_slice(const I (&q)[kBlockVectors], uint8_t* bytes, uint8_
   alignas(32) int8_t packed[kBlock];
   store_block(packed, q);
   Dot sum = dot_zero();
-  for (int i = 0; i < kDwords; ++i) sum = dot(sum, set_int(0x0C0C0C0C), set_dword(packed + 4 * i));
+  for (int i = 0; i < 2 * kDwords; ++i) sum = dot(sum, set_int(0x0C0C0C0C), set_dword(packed + 4 * i));
   const int32_t negated = dot_negated(sum);
   __builtin_memcpy(bytes, packed, kBlock);
   __builtin_memcpy(correction, &negated, sizeof(negated));
@@ -143,38 +142,57 @@ void quantise(const void* x, DType type, int k, Act act, uint8_t* out) {
 
 // --- strip
 
-// The weights of one part of a tile, in the order of a slice's dwords: low nibbles, high nibbles.
-struct Weights {
-  I dwords[kDwords];
-};
-
-MOET_INLINE Weights decode(const uint8_t* codes) {
-  Weights w;
-  for (int j = 0; j < kDwords / 2; ++j) {
-    const I v = load_codes(codes + 4 * kTileRows * j);
-    w.dwords[2 * j] = look_up(kWeights, low_nibbles(v));
-    w.dwords[2 * j + 1] = look_up(kWeights, high_nibbles(v));
-  }
-  return w;
-}
-
-MOET_INLINE I dot_slice(const Weights& w, const uint8_t* q, const uint8_t* correction) {
-  Dot sum = dot_start(correction);
-  for (int i = 0; i < kDwords; ++i) sum = dot(sum, w.dwords[i], set_dword(q + 4 * i));
-  return dot_finish(sum);
-}
-
-template <Act act>
-MOET_INLINE I dot_block(const Weights& w, const uint8_t* x, Layout<act> at, int block) {
-  const uint8_t* q = x + at.q(block);
-  const uint8_t* correction = x + at.correction(block);
-  const I first = dot_slice(w, q, correction);
-  if constexpr (act == Act::kMxInt8) return first;
-  return add(shift_left<8>(first), dot_slice(w, q + kBlock, correction + 4));
-}
-
 MOET_INLINE void prefetch_tile(const uint8_t* codes) {
   for (int i = 0; i < kTileBytes; i += 64) prefetch(codes + kPrefetchBytes + i);
+}
+
+// The running dots of m vectors with the rows of one tile.
+template <Act act, int m>
+struct Dots {
+  static constexpr int slices = format_of(act).slices;
+  Dot of[m][slices][kParts];
+};
+
+// One dword of codes a row: weights decoded once, met by two dwords of every slice.
+template <Act act, int m>
+MOET_INLINE void dot_dword(const uint8_t* codes, const uint8_t* const* xs, int q,
+                           Dots<act, m>& dots) {
+  I low[kParts], high[kParts];
+  MOET_UNROLL for (int p = 0; p < kParts; ++p) {
+    const I v = load_codes(codes + 4 * kLanes * p);
+    low[p] = weights_of(low_nibbles(v));
+    high[p] = weights_of(high_nibbles(v));
+  }
+  MOET_UNROLL for (int t = 0; t < m; ++t) {
+    MOET_UNROLL for (int s = 0; s < dots.slices; ++s) {
+      const uint8_t* at = xs[t] + q + kBlock * s;
+      const I even = set_dword(at), odd = set_dword(at + 4);
+      MOET_UNROLL for (int p = 0; p < kParts; ++p) {
+        dots.of[t][s][p] = dot(dots.of[t][s][p], low[p], even);
+        dots.of[t][s][p] = dot(dots.of[t][s][p], high[p], odd);
+      }
+    }
+  }
+}
+
+template <Act act, int m>
+MOET_INLINE Dots<act, m> dot_tile(const uint8_t* codes, const uint8_t* const* xs, Layout<act> at,
+                                  int block) {
+  Dots<act, m> dots;
+  MOET_UNROLL for (int t = 0; t < m; ++t)
+    MOET_UNROLL for (int s = 0; s < dots.slices; ++s)
+      MOET_UNROLL for (int p = 0; p < kParts; ++p)
+        dots.of[t][s][p] = dot_start(xs[t] + at.correction(block) + 4 * s);
+  MOET_UNROLL for (int j = 0; j < kDwords; ++j)
+    dot_dword<act, m>(codes + 4 * kTileRows * j, xs, at.q(block) + 8 * j, dots);
+  return dots;
+}
+
+template <int slices>
+MOET_INLINE F value_of(const Dot (&of)[slices][kParts], int part) {
+  const I first = dot_finish(of[0][part]);
+  if constexpr (slices == 1) return to_float(first);
+  else return to_float(add(shift_left<8>(first), dot_finish(of[slices - 1][part])));
 }
 
 // acc = fma(d * sx, sw, acc) for one block and m vectors.
@@ -182,13 +200,14 @@ template <Act act, int m>
 MOET_INLINE void add_block(const uint8_t* codes, const uint8_t* scales, const uint8_t* const* xs,
                            Layout<act> at, int block, F (&acc)[m][kParts]) {
   prefetch_tile(codes);
-  for (int p = 0; p < kParts; ++p) {
-    const Weights w = decode(codes + 4 * kLanes * p);
-    const F sw = from_bits(shift_left<23>(load_scales(scales + kLanes * p)));
-    for (int t = 0; t < m; ++t) {
-      const F d = to_float(dot_block(w, xs[t], at, block));
-      acc[t][p] = fma(mul(d, set(float_at(xs[t] + at.sx(block)))), sw, acc[t][p]);
-    }
+  const Dots<act, m> dots = dot_tile<act, m>(codes, xs, at, block);
+  F sw[kParts];
+  MOET_UNROLL for (int p = 0; p < kParts; ++p)
+    sw[p] = from_bits(shift_left<23>(load_scales(scales + kLanes * p)));
+  MOET_UNROLL for (int t = 0; t < m; ++t) {
+    const F sx = set(float_at(xs[t] + at.sx(block)));
+    MOET_UNROLL for (int p = 0; p < kParts; ++p)
+      acc[t][p] = fma(mul(value_of(dots.of[t], p), sx), sw[p], acc[t][p]);
   }
 }
 
@@ -230,9 +249,10 @@ void strip_rest(const uint8_t* strip, int blocks, const uint8_t* const* xs, int 
 
 template <Act act>
 void strip_act(const uint8_t* strip, int blocks, const uint8_t* const* xs, int m, float* out) {
-  for (; m > kTokens; m -= kTokens, xs += kTokens, out += kTokens * kTileRows)
-    strip_of<act, kTokens>(strip, blocks, xs, out);
-  strip_rest<act, kTokens>(strip, blocks, xs, m, out);
+  constexpr int most = kTokens / (kSlicesShareTokens ? format_of(act).slices : 1);
+  for (; m > most; m -= most, xs += most, out += most * kTileRows)
+    strip_of<act, most>(strip, blocks, xs, out);
+  strip_rest<act, most>(strip, blocks, xs, m, out);
 }
 
 void strip(const uint8_t* strip, int blocks, const uint8_t* const* xs, int m, Act act, float* out) {

@@ -22,8 +22,8 @@ struct MatrixRows {
 // Writes `strips` strips of 16 rows, strip s at out + s * strip_stride (two strips where gate and up
 // alternate). Rows past m.rows and the padding of the last group are zero bytes. Strips are
 // independent: a caller may split a matrix over threads by strips.
-// Returns -1, or row * blocks + block of the lowest reserved scale byte (255); the strips are then
-// written all the same and must not be used.
+// Returns -1, or row * blocks + block of the first reserved scale byte (255) in those strips' rows;
+// nothing is written then.
 int64_t repack_matrix(const MatrixRows& m, uint8_t* out, size_t strip_stride, int strips);
 
 }  // namespace moet
