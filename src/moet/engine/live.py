@@ -1,0 +1,75 @@
+"""Proof that moet computes what it says: every MoE layer counts its calls, and somebody looks.
+
+A plugin that was loaded but never reached would serve a model without experts, or somebody else's.
+So each layer counts, and after the model's first forward pass (the profiling run, or the first
+step where the engine profiles nothing) a layer whose counter stands at zero ends the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moet.base import log
+from moet.base.errors import EngineError
+from moet.kernels.spec import DType
+
+
+class Runnable(Protocol):
+    """What computes one layer: ``hybrid.experts.Experts`` or ``hybrid.reference``."""
+
+    def run(self, *, x: int, dtype: DType, tokens: int, weights: int, ids: int, out: int) -> None:
+        """See ``hybrid.experts.Experts.run``."""
+
+
+@dataclass(eq=False)
+class LiveLayer:
+    """One MoE layer of the engine, bound to its experts.
+
+    Attributes:
+        name: vLLM's name of the layer.
+        experts: the bound experts; computes the layer.
+        calls: forward passes that went through here.
+    """
+
+    name: str
+    experts: Runnable
+    calls: int = 0
+
+    def run(self, **raw: Any) -> None:
+        """Passes raw addresses on (``Experts.run``) and counts."""
+        self.calls += 1
+        self.experts.run(**raw)
+
+
+def require_all_bound(expected: Sequence[int], bound: Sequence[int]) -> None:
+    """Each MoE layer of the checkpoint must have been built and bound exactly once.
+
+    Raises:
+        EngineError: names the layers that are missing or too many.
+    """
+    if sorted(expected) == sorted(bound):
+        return
+    missing, strange = sorted(set(expected) - set(bound)), sorted(set(bound) - set(expected))
+    raise EngineError(
+        f"the checkpoint has MoE layers {list(expected)}, the engine built {sorted(bound)}: "
+        f"missing {missing}, unknown {strange}",
+        hint="this model is built in a way that moet does not cover; serve it without moet",
+    )
+
+
+def check_after_first_pass(model: Any, layers: Sequence[LiveLayer]) -> None:
+    """Has ``model`` (a torch module) look at the counters once, after its first forward pass."""
+
+    def look(_module: Any, _args: Any, _output: Any) -> None:
+        handle.remove()
+        idle = [layer.name for layer in layers if layer.calls == 0]
+        if idle:
+            raise EngineError(
+                f"the engine ran a step without moet's experts in {', '.join(idle)}",
+                hint="another plugin may have replaced the MoE layers: set VLLM_PLUGINS=moet",
+            )
+        log.get("engine").info("all %d MoE layers run through moet", len(layers))
+
+    handle = model.register_forward_hook(look)
