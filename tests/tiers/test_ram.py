@@ -27,11 +27,11 @@ class RamMachine(TierMachine):
 
 
 TestRamMachine = RamMachine.TestCase
-TestRamMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRamMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def resident(address: int, nbytes: int) -> int:
-    """Bytes of a range that are in memory: bit 63 of its entries in pagemap (proc_pid_pagemap(5))."""
+    """Bytes of a range that are in memory: bit 63 of its pagemap entries (proc_pid_pagemap(5))."""
     with Path("/proc/self/pagemap").open("rb") as stream:
         stream.seek(address // PAGE * 8)
         entries = np.frombuffer(stream.read(nbytes // PAGE * 8), "<u8")

@@ -22,7 +22,6 @@ class Fault(StrEnum):
     NOT_JSON = "not-json"
     DUPLICATE_KEY = "duplicate-key"
     BAD_METADATA = "bad-metadata"
-    BAD_NAME = "bad-name"
     BAD_ENTRY = "bad-entry"
     UNKNOWN_DTYPE = "unknown-dtype"
     BAD_SHAPE = "bad-shape"
