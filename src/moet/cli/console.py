@@ -1,0 +1,90 @@
+"""Where the command line writes: data to stdout, talk to stderr; colour only where it is wanted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moet.base.errors import MoetError
+from moet.base.report import Finding, Level
+
+PIPE_WIDTH = 120  # columns of a table that is written into a file or a pipe
+
+STYLES = {Level.OK: "green", Level.INFO: "cyan", Level.WARN: "yellow", Level.ERROR: "bold red"}
+MARKS = {Level.OK: "ok", Level.INFO: "info", Level.WARN: "warn", Level.ERROR: "error"}
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else PIPE_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+def out() -> Console:
+    """stdout: what a program may read."""
+    return _console(stderr=False)
+
+
+def err() -> Console:
+    """stderr: what a person reads."""
+    return _console(stderr=True)
+
+
+def write(text: str) -> None:
+    """Data, as it is, to stdout."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(value: Any) -> None:
+    """One JSON value to stdout, indented."""
+    write(json.dumps(value, indent=2) + "\n")
+
+
+def say(message: str, style: str = "") -> None:
+    """A line of talk."""
+    err().print(Text(message, style=style))
+
+
+def show_error(error: MoetError) -> None:
+    """``error: ...`` and ``hint: ...`` on stderr."""
+    tell("error", "bold red", str(error))
+    if error.hint:
+        tell("hint", "cyan", error.hint)
+
+
+def tell(label: str, style: str, message: str) -> None:
+    """``label: message`` on stderr, broken at blanks only and never cut."""
+    line = Text.assemble((f"{label}:", style), " ", message)
+    err().print(line, soft_wrap=True)
+
+
+def facts(rows: list[tuple[str, str]]) -> Table:
+    """Names and values side by side, without lines."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
+
+
+def findings(report: list[Finding]) -> Table:
+    """A report as a table: mark, topic, fact; what follows and what to do below the fact."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in report:
+        text = Text(finding.fact)
+        if finding.consequence:
+            text.append(f"\n{finding.consequence}", style="dim")
+        if finding.fix:
+            text.append("\nfix: ", style="cyan").append(finding.fix)
+        table.add_row(Text(MARKS[finding.level], STYLES[finding.level]), finding.topic, text)
+    return table

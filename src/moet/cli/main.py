@@ -1,0 +1,106 @@
+"""``moet``: parse, then call. Nothing heavy is imported before a command needs it.
+
+Exit status: 0 all is well; 1 it ran and the answer is bad (differences, a failed check, an engine
+that died); 2 it could not run (usage, a bad input, a missing thing).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from moet.base.errors import MoetError
+
+EXIT_BAD = 1
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+# Some typers use click, others bring a copy of it: its errors are met through what typer exports.
+PARSE_ERRORS: type[Exception] = typer.BadParameter.__mro__[2]  # click.ClickException
+
+app = typer.Typer(
+    name="moet",
+    help="Serve Mixture-of-Experts models that do not fit on your card.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Serve Mixture-of-Experts models that do not fit on your card: the experts, bit for bit.
+
+    Data goes to stdout, everything else to stderr. Exit status: 0 well, 1 a bad answer, 2 an error.
+    """
+    global _debug  # noqa: PLW0603  (read by main() after the command has failed)
+    _debug = debug
+
+
+_debug = False
+
+
+def _register() -> None:
+    from moet.cli import bench, chat, doctor, serve, synth, verify, version
+
+    for module in (serve, chat, doctor, verify, bench, synth, version):
+        module.register(app)
+
+
+_register()
+
+
+def _usage(error: Any) -> int:
+    """A command line that cannot be read."""
+    from moet.cli import console
+
+    message = error.format_message().rstrip(".")
+    if message.startswith("Usage:"):  # no command at all: the help says it
+        console.say(message)
+        return EXIT_ERROR
+    context = getattr(error, "ctx", None)
+    console.tell("error", "bold red", message)
+    console.tell("hint", "cyan", f"{context.command_path if context else 'moet'} --help")
+    return EXIT_ERROR
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Runs one command line; returns the exit status. Errors are shown, not raised."""
+    from moet.cli import console
+
+    try:
+        result = app(arguments, prog_name="moet", standalone_mode=False)
+    except MoetError as error:
+        if _debug:
+            raise
+        console.show_error(error)
+        return EXIT_ERROR
+    except PARSE_ERRORS as error:
+        return _usage(error)
+    except ImportError as error:
+        if _debug:
+            raise
+        console.tell("error", "bold red", f"something is not installed: {error}")
+        console.tell("hint", "cyan", "moet doctor says what is missing")
+        return EXIT_ERROR
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read our data has seen enough
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """The entry point of the command ``moet``."""
+    status = run()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stderr.close()
+    sys.exit(status)

@@ -1,0 +1,53 @@
+"""How much memory the KV cache gets when the user does not say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+SEQUENCES = 8  # whole contexts that the cache holds, where memory allows
+LEAST_BYTES = 64 << 20
+SHARE = 0.25  # of the available memory at most
+BLOCK_TOKENS = 128  # vLLM's on the CPU; it keeps one block back
+VALUE_BYTES = 2
+
+_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+
+
+def parse_tokens(text: str) -> int | None:
+    """``4096``, ``32k`` (decimal) or ``32K`` (binary), as vLLM reads lengths; None for ``auto``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
+    return int(float(match[1]) * _SUFFIX[match[2]]) if match else None
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """Tokens that the checkpoint was made for; 0 when it does not say."""
+    text = config.get("text_config") or config
+    return int(text.get("max_position_embeddings") or 0)
+
+
+def bytes_per_token(config: dict[str, Any]) -> int | None:
+    """KV bytes of one token in all layers; None for models that keep other things than K and V."""
+    text = config.get("text_config") or config
+    layers, width = text.get("num_hidden_layers"), text.get("head_dim")
+    all_heads = text.get("num_attention_heads")
+    heads = text.get("num_key_value_heads") or all_heads
+    if not width and text.get("hidden_size") and all_heads:
+        width = text["hidden_size"] // all_heads
+    latent = any(key in text for key in ("kv_lora_rank", "o_lora_rank", "linear_attn_config"))
+    if latent or not all(isinstance(n, int) for n in (heads, layers, width)):
+        return None
+    return 2 * VALUE_BYTES * int(layers or 0) * int(heads or 0) * int(width or 0)
+
+
+def budget(token_bytes: int, context: int, available: int) -> int:
+    """Bytes: several whole contexts, at most a share of the memory, at least one context.
+
+    Args:
+        token_bytes: of ``bytes_per_token``.
+        context: tokens.
+        available: bytes that are free before anything is loaded.
+    """
+    one = token_bytes * (context + 2 * BLOCK_TOKENS)
+    wanted = max(LEAST_BYTES, SEQUENCES * one)
+    return max(one, min(wanted, int(available * SHARE)))

@@ -1,0 +1,113 @@
+"""What must hold before an engine is started. Each check raises a named error with a way out."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+
+from moet.base.errors import CheckpointError, MachineError, UsageError
+from moet.base.units import format_bytes
+
+DEMO = "demo"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
+OURS = {
+    "--model": "the model is the first argument: moet serve MODEL",
+    "--load-format": "moet loads the model: leave it out",
+}
+
+
+def find_model(model: str) -> tuple[Path, str]:
+    """The folder and the served name of what the user calls ``model``.
+
+    Raises:
+        CheckpointError: there is no such folder. Names on a hub are not downloaded.
+    """
+    if model == DEMO:
+        from moet import demo
+
+        return demo.path(), demo.NAME
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        hint = "give the folder of a downloaded checkpoint, or: moet serve demo"
+        kind = "is a file, not a checkpoint folder" if folder.exists() else "is not a folder here"
+        raise CheckpointError(f"{model} {kind}", hint=hint)
+    return folder, folder.resolve().name
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Raises CheckpointError where there is none."""
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        hint = "copy tokenizer.json and tokenizer_config.json of the model into that folder"
+        raise CheckpointError(f"{folder} has no tokenizer", hint=hint)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def require_access(host: str, api_key: str) -> None:
+    """Raises UsageError when other machines could come in without a key."""
+    if not is_loopback(host) and not api_key:
+        hint = "set MOET_API_KEY (or --api-key), or leave --host out to serve this machine only"
+        raise UsageError(f"--host {host} opens the server to others without an API key", hint=hint)
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises MachineError when nothing can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            what = f"cannot listen on {host}:{port}: {error.strerror}"
+            hint = f"another server may run there; take another port: --port {port + 1}"
+            raise MachineError(what, hint=hint) from error
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def require_memory(parts: dict[str, int], available: int) -> None:
+    """Raises MachineError, with the numbers, when the parts do not fit. Sizes in bytes."""
+    needed = sum(parts.values())
+    if needed > available:
+        detail = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        raise MachineError(
+            f"not enough memory: {format_bytes(needed)} needed ({detail}), "
+            f"{format_bytes(available)} available",
+            hint="close other programs, or shorten the context: --max-model-len",
+        )
+
+
+def flag_value(extra: tuple[str, ...], name: str) -> str | None:
+    """The value of the flag ``name`` in arguments for vLLM, the last one given; "" for a switch."""
+    found = None
+    for i, word in enumerate(extra):
+        head, equals, value = word.partition("=")
+        if head.replace("_", "-") == name:
+            after = (*extra[i + 1 :], "")[0]
+            found = value if equals else "" if after.startswith("--") else after
+    return found
+
+
+def require_passable(model: str, extra: tuple[str, ...]) -> None:
+    """Raises UsageError for arguments that moet sets itself, or that are no flags at all."""
+    if model.startswith("-"):
+        raise UsageError("the model comes first", hint="moet serve MODEL [flags]")
+    for name, hint in OURS.items():
+        if flag_value(extra, name) is not None:
+            raise UsageError(f"{name} cannot be given", hint=hint)
+    if extra and not extra[0].startswith("-"):
+        raise UsageError(f"unexpected argument {extra[0]!r}", hint="moet serve takes one model")

@@ -1,0 +1,170 @@
+"""Everything about a server that can be decided, and refused, before an engine starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moet.base.env import Settings
+from moet.checkpoint import Checkpoint, open_checkpoint
+from moet.engine import kvcache, preflight
+from moet.engine.preflight import flag_value
+from moet.hybrid.load import tier_bytes
+from moet.kernels.cpu import choose_isa
+from moet.machine import Machine
+
+DEFAULT_PORT = 8000
+MIDDLEWARE = ("moet.engine.health.Readiness", "moet.engine.access.ApiKey")
+TOOL_PARSERS = {"qwen3_moe": "hermes", "gpt_oss": "openai", "deepseek_v4": "deepseek_v4"}
+# Python, torch and vLLM without a model: API server and engine core, and each worker. Measured.
+FRONT_BYTES = 1_400 << 20
+WORKER_BYTES = 900 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for.
+
+    Attributes:
+        model: a checkpoint folder, or ``demo``.
+        host, port: where to listen.
+        api_key: what clients must send; empty: nothing.
+        compiled: let torch compile the model (a slow start).
+        extra: arguments for vLLM, as they were typed.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    api_key: str = ""
+    compiled: bool = False
+    extra: tuple[str, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """Worker processes: vLLM's tensor-parallel size."""
+        text = flag_value(self.extra, "--tensor-parallel-size") or flag_value(self.extra, "-tp")
+        return int(text) if text and text.isdigit() and int(text) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServePlan:
+    """A server that can be started.
+
+    Attributes:
+        checkpoint: what it serves.
+        name: what clients call it.
+        host, port: where it listens.
+        api_key: what clients must send.
+        context: tokens of prompt and answer together; 0: vLLM decides.
+        kv_bytes: the KV cache; None: vLLM decides.
+        expert_bytes: the experts in memory.
+        threads: threads of the CPU tier.
+        isa: instruction set of its kernels.
+        arguments: for vLLM.
+        environ: what the engine's processes need in their environment.
+    """
+
+    checkpoint: Checkpoint
+    name: str
+    host: str
+    port: int
+    api_key: str
+    context: int
+    kv_bytes: int | None
+    expert_bytes: int
+    threads: int
+    isa: str
+    arguments: tuple[str, ...]
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        return base_url(self.host, self.port)
+
+
+def base_url(host: str, port: int) -> str:
+    """The URL of a server that listens on ``host``, seen from the same machine."""
+    seen = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{seen}]:{port}" if ":" in seen else f"http://{seen}:{port}"
+
+
+def dense_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of everything that is not a routed expert."""
+    return sum(t.nbytes for t in checkpoint.tensors.values()) - checkpoint.expert_bytes
+
+
+def thread_binding(machine: Machine, workers: int) -> dict[str, str]:
+    """Cores of each worker, where vLLM would refuse to share them: fewer nodes than workers."""
+    if workers <= machine.cpu.numa_nodes:
+        return {}
+    cores = machine.cpu.cores
+    parts = [
+        cores[i * len(cores) // workers : (i + 1) * len(cores) // workers] for i in range(workers)
+    ]
+    lists = (part or cores[:1] for part in parts)
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in lists)}
+
+
+def _arguments(request: Request, checkpoint: Checkpoint, name: str) -> list[str]:
+    words = ["--model", str(checkpoint.folder), "--served-model-name", name]
+    words += ["--load-format", "moet", "--host", request.host, "--port", str(request.port)]
+    for middleware in MIDDLEWARE:
+        words += ["--middleware", middleware]
+    if (parser := TOOL_PARSERS.get(checkpoint.geometry.architecture)) is not None:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    return words if request.compiled else [*words, "--enforce-eager"]
+
+
+def _kv_bytes(request: Request, checkpoint: Checkpoint, context: int, available: int) -> int | None:
+    """What moet gives the KV cache; None where the user or vLLM decides."""
+    token = kvcache.bytes_per_token(checkpoint.config)
+    if not token or not context or flag_value(request.extra, "--kv-cache-memory-bytes") is not None:
+        return None
+    return kvcache.budget(token, context, available)
+
+
+def make(request: Request, machine: Machine, settings: Settings) -> ServePlan:
+    """Decides how to serve, or says why not. Reads the checkpoint's headers, nothing else.
+
+    Args:
+        request: what was asked for.
+        machine: where.
+        settings: threads and instruction set of the CPU tier.
+
+    Raises:
+        UsageError: an open door without a key, an argument that moet sets itself.
+        CheckpointError: no such folder, not a checkpoint, not one that moet serves.
+        KernelError: the forced instruction set is not there.
+        MachineError: the port is taken, or the memory is too small.
+    """
+    isa = choose_isa(settings.isa)
+    preflight.require_passable(request.model, request.extra)
+    preflight.require_access(request.host, request.api_key)
+    folder, name = preflight.find_model(request.model)
+    checkpoint = open_checkpoint(folder)
+    preflight.require_tokenizer(folder)
+    preflight.require_free(request.host, request.port)
+    asked = flag_value(request.extra, "--max-model-len")
+    context = (asked and kvcache.parse_tokens(asked)) or kvcache.context_length(checkpoint.config)
+    kv = _kv_bytes(request, checkpoint, context, machine.memory.available)
+    experts = tier_bytes(checkpoint.geometry)
+    engine = FRONT_BYTES + WORKER_BYTES * request.workers
+    parts = {"experts": experts, "other weights": dense_bytes(checkpoint)}
+    parts |= {"KV cache": kv or 0, "engine": engine}
+    preflight.require_memory(parts, machine.memory.available)
+    words = _arguments(request, checkpoint, name)
+    return ServePlan(
+        checkpoint=checkpoint,
+        name=flag_value(request.extra, "--served-model-name") or name,
+        host=request.host,
+        port=request.port,
+        api_key=request.api_key,
+        context=context,
+        kv_bytes=kv,
+        expert_bytes=experts,
+        threads=settings.threads or machine.cpu.threads,
+        isa=isa,
+        arguments=(*words, *(["--kv-cache-memory-bytes", str(kv)] if kv else ()), *request.extra),
+        environ=thread_binding(machine, request.workers),
+    )
