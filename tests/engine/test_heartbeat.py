@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -31,6 +32,13 @@ def test_a_native_counter_at_the_address_is_seen(page: Page) -> None:
     page.rank(0).beat()
     assert (page.rank(2).beats, page.beats) == (41, 42)
     assert page.rank(2).address % 64 == 0
+
+
+def test_the_address_outlives_the_page_object(page: Page) -> None:
+    address = Page.open(page.path).rank(4).address
+    gc.collect()
+    ctypes.c_uint64.from_address(address).value = 7
+    assert page.rank(4).beats == 7
 
 
 def test_another_process_beats_after_this_one_forgot_it(page: Page) -> None:

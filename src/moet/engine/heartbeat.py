@@ -29,6 +29,8 @@ MAX_RANKS = 63
 TEXT_AT = 4096
 PAGE_BYTES = 8192
 
+_kept: list[mmap.mmap] = []  # native code counts at bare addresses: no page is ever unmapped
+
 
 class Phase(IntEnum):
     """How far a server is. ``READY`` means: a real token has come out of the whole engine."""
@@ -82,6 +84,7 @@ class Page:
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self.path = path
         self._mapped = mapped
+        _kept.append(mapped)
         self._words = memoryview(mapped).cast("Q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
