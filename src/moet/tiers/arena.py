@@ -50,56 +50,45 @@ class Arena:
         check_fits(nbytes)
         try:
             # A huge page more than needed, so that an aligned start lies inside.
-            self._mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANON)
+            mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANON)
         except OSError as error:
             raise TierError(
                 f"the kernel refuses a mapping of {format_bytes(nbytes)}: {error.strerror}",
                 hint="look at vm.overcommit_memory and at `ulimit -v`",
             ) from error
-        whole = np.frombuffer(self._mapping, dtype=np.uint8)
+        whole = np.frombuffer(mapping, dtype=np.uint8)
         start = -whole.ctypes.data % HUGE_PAGE
         self.bytes: NDArray[np.uint8] = whole[start : start + nbytes]
         self.address = int(self.bytes.ctypes.data)
-        self._start = start
-        self._advise_huge()
+        _advise_huge(mapping)
         if populate:
-            self._populate()
-
-    def _advise_huge(self) -> None:
-        try:
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            # A kernel built without huge pages: the doctor reports it; 4 KiB pages hold the same.
-            if error.errno != errno.EINVAL:
-                raise
-
-    def _populate(self) -> None:
-        for offset in range(0, self.bytes.size, _CHUNK):
-            chunk = self.bytes[offset : offset + _CHUNK]
-            try:
-                self._mapping.madvise(_MADV_POPULATE_WRITE, self._start + offset, chunk.size)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise TierError(
-                        f"the kernel cannot supply {format_bytes(self.bytes.size)} of memory: "
-                        f"{error.strerror}",
-                        hint="another program took it meanwhile, or a container limit was hit",
-                    ) from error
-                chunk[:: mmap.PAGESIZE] = 0  # Linux before 5.14: touch each page
+            _populate(mapping, start, self.bytes)
 
     def close(self) -> None:
-        """Unmaps. Nothing may read through ``address`` afterwards.
-
-        Raises:
-            TierError: an array still looks into the mapping.
-        """
-        size = self.bytes.size
+        """Lets go of the memory. It is unmapped when the last array that looks into it is gone, so
+        that a view kept too long (by a traceback, say) reads old bytes and never a bad address."""
         self.bytes = np.empty(0, np.uint8)
+
+
+def _advise_huge(mapping: mmap.mmap) -> None:
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        # A kernel built without huge pages: the doctor reports it; 4 KiB pages hold the same.
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def _populate(mapping: mmap.mmap, start: int, memory: NDArray[np.uint8]) -> None:
+    for offset in range(0, memory.size, _CHUNK):
+        chunk = memory[offset : offset + _CHUNK]
         try:
-            self._mapping.close()
-        except BufferError as error:
-            self.bytes = np.frombuffer(self._mapping, np.uint8)[self._start : self._start + size]
-            raise TierError(
-                "an array still looks into the memory of a closed tier",
-                hint="drop the views of a lease before the tier is closed",
-            ) from error
+            mapping.madvise(_MADV_POPULATE_WRITE, start + offset, chunk.size)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise TierError(
+                    f"the kernel cannot supply {format_bytes(memory.size)} of memory: "
+                    f"{error.strerror}",
+                    hint="another program took it meanwhile, or a container limit was hit",
+                ) from error
+            chunk[:: mmap.PAGESIZE] = 0  # Linux before 5.14: touch each page
