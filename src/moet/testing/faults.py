@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ class WrappedTier:
     def before(self, operation: str, key: ExpertKey) -> None:
         """What a subclass does before ``reserve``, ``acquire`` and ``evict``."""
 
-    def reserve(self, key: ExpertKey, nbytes: int) -> AbstractContextManager[Reservation]:
+    def reserve(self, key: ExpertKey, nbytes: int) -> Reservation:
         """See ``api.Tier``."""
         self.before("reserve", key)
         return self.inner.reserve(key, nbytes)

@@ -9,9 +9,9 @@ address past its lease can be told. All methods may be called from any thread.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from types import TracebackType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,6 @@ class Stats:
     evictions: int
 
 
-@runtime_checkable
 class Lease(Protocol):
     """A record that stays put until ``release``. Leaving the ``with`` block releases it.
 
@@ -115,13 +114,19 @@ class Reservation(Protocol):
         """Address of the first byte."""
 
     def __enter__(self) -> Reservation: ...
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
 
 
 class Tier(Protocol):
     """A place for records."""
 
-    def reserve(self, key: ExpertKey, nbytes: int) -> AbstractContextManager[Reservation]:
+    def reserve(self, key: ExpertKey, nbytes: int) -> Reservation:
         """Room for a new record.
 
         Raises:
