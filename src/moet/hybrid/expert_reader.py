@@ -4,12 +4,16 @@ Tensor parallelism splits the intermediate size in whole blocks of 32: a rank ha
 gate's rows, up's rows and down's columns (docs/numerics.md, section 4). gate and up are read by
 rows, so nothing of the other ranks is read. A row of down holds all ranks' columns in one or two
 KiB; the kernel reads files by pages of 4 KiB, so down is read whole and cut in memory.
+
+Everything goes in bands of rows that fit a core's cache: the bytes travel from the page cache to
+the record once, and a thread needs a MiB or two however large an expert is.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -19,13 +23,15 @@ from numpy.typing import NDArray
 
 from moet import _core
 from moet.base.errors import FormatError, UsageError
-from moet.checkpoint.experts import ExpertTensors, Span
+from moet.checkpoint.experts import ExpertTensors, MatrixSpans, Span
 from moet.checkpoint.faults import BrokenCheckpoint, Fault
 from moet.checkpoint.header import TensorInfo
 from moet.formats.mxfp4 import BLOCK, BLOCK_BYTES
 from moet.formats.tiling import STRIP_ROWS, ExpertLayout, ceil_div
 
 U8 = NDArray[np.uint8]
+
+_BAND_BYTES = 1 << 20  # read, then repacked from a near cache; smaller, and Python's share shows
 
 
 def intermediate_slice(intermediate: int, rank: int, world: int) -> range:
@@ -116,7 +122,7 @@ class _Rows:
 
 
 class ExpertReader:
-    """Reads experts one after the other with its own scratch memory: one per thread.
+    """Reads experts one after the other with scratch memory of its own: one a thread.
 
     Args:
         tensors: the checkpoint's, to name a bad scale byte by its place.
@@ -153,37 +159,50 @@ class ExpertReader:
             BrokenCheckpoint: a file cannot be read, or has shrunk.
             FormatError: a scale byte 255, with the tensor's name and the index.
         """
-        layout = self._layout
-        for matrix, at, stride in zip(
-            self._matrices(expert),
-            (layout.gate_strip(0), layout.up_strip(0), layout.down_strip(0)),
-            (
-                2 * layout.gate_up_strip_bytes,
-                2 * layout.gate_up_strip_bytes,
-                layout.down_strip_bytes,
-            ),
-            strict=True,
-        ):
-            self._repack(matrix, record[at:], stride)
+        layout, channels, down = self._layout, self._channels, expert.down
+        self._announce(expert)
+        for first, count in _bands(len(channels), expert.gate.codes.step):
+            gate, up = self._gate_up(expert, channels.start + first, count)
+            stride, strip = 2 * layout.gate_up_strip_bytes, first // STRIP_ROWS
+            self._repack(gate, record[layout.gate_strip(strip) :], stride)
+            self._repack(up, record[layout.up_strip(strip) :], stride)
+        for first, count in _bands(down.codes.rows, down.codes.step):
+            rows = self._down(down, first, count)
+            strip = first // STRIP_ROWS
+            self._repack(rows, record[layout.down_strip(strip) :], layout.down_strip_bytes)
         record[layout.gate_bias :] = 0
         if layout.biased:
             self._write_biases(expert, record)
 
-    def _matrices(self, expert: ExpertTensors) -> tuple[_Rows, _Rows, _Rows]:
-        """This rank's part of gate, up and down, in scratch memory."""
+    def _announce(self, expert: ExpertTensors) -> None:
+        """Tells the kernel what will be read, so that the drive is busy while we repack."""
         first, count = self._channels.start, len(self._channels)
-        gate, up, down = expert.matrices
+        for matrix, start, rows in (
+            (expert.gate, first, count),
+            (expert.up, first, count),
+            (expert.down, 0, expert.down.codes.rows),
+        ):
+            for span in (matrix.codes, matrix.scales):
+                fd, offset = self._files.fd(span.file), span.offset + start * span.step
+                os.posix_fadvise(fd, offset, rows * span.step, os.POSIX_FADV_WILLNEED)
+
+    def _gate_up(self, expert: ExpertTensors, first: int, count: int) -> tuple[_Rows, _Rows]:
+        """Rows of gate and of up, from channel ``first`` on."""
+        gate, up = expert.gate, expert.up
         codes = self._pair("codes", gate.codes, up.codes, first, count)
         scales = self._pair("scales", gate.scales, up.scales, first, count)
-        down_codes = self._rows("down codes", down.codes, 0, down.codes.rows)
-        down_scales = self._rows("down scales", down.scales, 0, down.scales.rows)
-        blocks = slice(first // BLOCK, (first + count) // BLOCK)
-        columns = slice(blocks.start * BLOCK_BYTES, blocks.stop * BLOCK_BYTES)
         return (
             _Rows(codes[0], scales[0], gate.scales, first, 0),
             _Rows(codes[1], scales[1], up.scales, first, 0),
-            _Rows(down_codes[:, columns], down_scales[:, blocks], down.scales, 0, blocks.start),
         )
+
+    def _down(self, down: MatrixSpans, first: int, count: int) -> _Rows:
+        """Rows of down from row ``first`` on, cut to this rank's columns."""
+        codes = self._rows("gate codes", down.codes, first, count)
+        scales = self._rows("gate scales", down.scales, first, count)
+        blocks = slice(self._channels.start // BLOCK, self._channels.stop // BLOCK)
+        columns = slice(blocks.start * BLOCK_BYTES, blocks.stop * BLOCK_BYTES)
+        return _Rows(codes[:, columns], scales[:, blocks], down.scales, first, blocks.start)
 
     def _repack(self, matrix: _Rows, out: U8, strip_stride: int) -> None:
         """Rows to strips, the padding of strips and groups zeroed."""
@@ -214,7 +233,7 @@ class ExpertReader:
         _put(record, self._layout.gate_bias, _widen_bf16(gate))
         _put(record, self._layout.up_bias, _widen_bf16(up))
         if self._down_bias:
-            down = self._rows("down bias", expert.down.bias, 0, expert.down.bias.rows)
+            down = self._rows("gate bias", expert.down.bias, 0, expert.down.bias.rows)
             _put(record, self._layout.down_bias, _widen_bf16(down))
 
     def _pair(self, what: str, gate: Span, up: Span, first: int, count: int) -> tuple[U8, U8]:
@@ -252,6 +271,13 @@ class ExpertReader:
             f"{span.file}: {span.tensor}[{where}] is the scale byte 255 (NaN)",
             hint="the file is damaged or is not MXFP4: download it again, compare its checksum",
         )
+
+
+def _bands(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, count) of bands of whole strips whose codes stay in a core's cache."""
+    band = max(1, _BAND_BYTES // (row_bytes * STRIP_ROWS)) * STRIP_ROWS
+    for first in range(0, rows, band):
+        yield first, min(band, rows - first)
 
 
 def _widen_bf16(raw: U8) -> NDArray[np.float32]:

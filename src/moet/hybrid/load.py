@@ -1,7 +1,7 @@
 """Routed experts of a checkpoint into a tier, straight from the downloaded files.
 
 Threads take experts in the order in which they lie in the files. Each reads into scratch memory of
-its own (about one expert) and repacks into the record: nothing is kept twice. All or nothing: when
+its own (a MiB or two) and repacks into the record: nothing is kept twice. All or nothing: when
 one expert fails, the others of the same call are taken out again.
 """
 
