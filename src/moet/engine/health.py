@@ -16,7 +16,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from moet.base import env, log
@@ -40,6 +40,7 @@ class Health:
         page: the server's heartbeat page; without one only vLLM's own word counts.
         stall_seconds: see ``Settings``.
         on_failure: called once, in the event loop, after the requests were told.
+        probe: has the engine generate one token, or raises.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Health:
         page: Page | None,
         stall_seconds: float,
         on_failure: Callable[[], None] = lambda: None,
+        probe: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
         self.page = page
+        self._probe = probe or first_token
         self.failure: MoetError | None = None
         self.ready = False
         self._flights: set[Flight] = set()
@@ -124,7 +127,7 @@ class Health:
             if self.page is not None:
                 self.page.phase = Phase.PROBING
             before = self.page.beats if self.page else 0
-            await first_token(engine)
+            await self._probe(engine)
             if self.page is not None and self.page.beats == before:
                 hint = "another plugin may have replaced them: set VLLM_PLUGINS=moet"
                 raise EngineError("the engine ran a step without moet's experts", hint=hint)

@@ -1,14 +1,15 @@
 """What a server leaves outside its own memory, so that the next one can clean up after a kill -9.
 
-Every server owns one directory, named after its supervisor: boot id, pid, start time. In it are the
-heartbeat page, the engine's sockets and ``server.json``. It lies in memory (the login manager's
-runtime directory, else /dev/shm): a heartbeat must never wait for a disk. Every process of the
-server carries the page's path in its environment; that is how orphans are known, whoever their
-parent is now.
+Every server owns one directory, named after its supervisor (boot id, pid, start time) and numbered.
+In it are the heartbeat page, the engine's sockets and ``server.json``. It lies in memory (the login
+manager's runtime directory, else /dev/shm): a heartbeat must never wait for a disk. Every process
+of the server carries the page's path in its environment; that is how orphans are known, whoever
+their parent is now.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ SHM = Path("/dev/shm")
 RECORD = "server.json"
 TRACKER = "multiprocessing.resource_tracker"  # unlinks shared memory when all others are gone
 TRACKER_SECONDS = 3.0
+
+_numbers = itertools.count()  # of the servers that this process has started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +180,7 @@ def create(*, model: str, url: str) -> RunFiles:
     assert me is not None
     boot = processes.boot_id()
     base = base_directory()
-    name = f"{boot[:8]}-{me.pid}-{me.started}"
+    name = f"{boot[:8]}-{me.pid}-{me.started}-{next(_numbers)}"
     _private_directory(base)
     _private_directory(base / name)
     scratch = tempfile.mkdtemp(prefix=f"moet-{name}-")

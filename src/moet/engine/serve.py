@@ -31,6 +31,7 @@ STOP_SECONDS = 10.0  # for vLLM to end by itself
 TELL_SECONDS = 0.5  # for requests in flight to be told that the server stops
 LOGS_KEPT = 5
 READY_TIMEOUT = "7200"  # vLLM's own limit for loading, seconds; the user sees progress meanwhile
+API_SERVER = (sys.executable, "-m", "moet.engine.apiserver")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,19 +99,21 @@ class Server:
     Args:
         plan: what to serve.
         verbose: whether vLLM's log goes to this process's stderr instead of a file.
+        command: what starts the API server; the plan's arguments follow.
     """
 
-    def __init__(self, plan: ServePlan, *, verbose: bool = False) -> None:
+    def __init__(
+        self, plan: ServePlan, *, verbose: bool = False, command: tuple[str, ...] = API_SERVER
+    ) -> None:
         self.plan = plan
         self.swept = runfiles.sweep()
         self.files = runfiles.create(model=plan.name, url=plan.url)
         self.page = Page.create(self.files.page)
         self.log: Path | None = None
         self._watchdog = Watchdog(env.read().stall_seconds)
-        self._child = self._start(verbose)
+        self._child = self._start([*command, *plan.arguments], verbose)
 
-    def _start(self, verbose: bool) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "moet.engine.apiserver", *self.plan.arguments]
+    def _start(self, command: list[str], verbose: bool) -> subprocess.Popen[bytes]:
         output: IO[bytes] | int = sys.stderr.fileno() if verbose else subprocess.DEVNULL
         try:
             if not verbose:

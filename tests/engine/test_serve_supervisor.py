@@ -1,0 +1,159 @@
+"""The supervisor with a stand-in for the API server: starts, ends, failures, leftovers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moet.base.errors import EngineError
+from moet.engine import runfiles, serve
+from moet.engine.serve import Server
+from moet.machine import processes
+
+from . import supervise
+from .supervise import FAKE, plan, ready
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run files and logs of a test are its own; another server on this machine is not seen."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("MOET_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(serve, "STOP_SECONDS", 1.0)
+
+
+@pytest.fixture
+def shared_before() -> Iterator[set[str]]:
+    """Checks that the test leaves no shared memory; gives what was there before."""
+    before = set(os.listdir(SHM))
+    yield before
+    after = {name for name in set(os.listdir(SHM)) - before if name.startswith("psm_")}
+    assert after == set()
+
+
+def family(server: Server) -> list[processes.Process]:
+    found = server.files.processes()
+    assert len(found) >= 2
+    return found
+
+
+def assert_gone(server: Server, members: list[processes.Process]) -> None:
+    assert not any(processes.is_alive(member) for member in members)
+    assert not server.files.directory.exists()
+    assert not Path(server.files.record.scratch).exists()
+
+
+@pytest.mark.parametrize("deed", ["serve", "stubborn"])
+def test_a_stopped_server_leaves_nothing(deed: str, shared_before: set[str]) -> None:
+    with ready(deed) as server:
+        members = family(server)
+        for _, _ in zip(range(3), server.serving(), strict=False):
+            pass
+        made = (server.files.directory / "made").read_text()
+        assert made in server.files.record.shared_memory
+        assert runfiles.running()[0].model == "fake"
+    assert_gone(server, members)
+    assert runfiles.running() == []
+    assert "a line for the log" in Path(server.log or "").read_text()
+
+
+def test_a_server_that_cannot_start_says_why(shared_before: set[str]) -> None:
+    with (
+        Server(plan("fail"), command=FAKE) as server,
+        pytest.raises(EngineError, match="did not start: no room for the model") as error,
+    ):
+        list(server.starting())
+    assert error.value.hint.startswith("buy memory (log: ")
+    assert not server.files.directory.exists()
+
+
+def test_a_server_that_ends_without_a_word_gives_its_exit_status() -> None:
+    with (
+        Server(plan("exit"), command=FAKE) as server,
+        pytest.raises(EngineError, match="did not start: exit 7") as error,
+    ):
+        list(server.starting())
+    assert str(server.log) in error.value.hint
+
+
+def test_a_dead_engine_ends_the_server(shared_before: set[str]) -> None:
+    with ready("die") as server:
+        members = family(server)
+        with pytest.raises(EngineError, match="has ended: the engine has died"):
+            list(server.serving())
+    assert_gone(server, members)
+
+
+def test_an_api_server_that_was_killed_is_named(shared_before: set[str]) -> None:
+    with ready("serve") as server:
+        members = family(server)
+        server._child.send_signal(signal.SIGKILL)
+        with pytest.raises(EngineError, match="killed by SIGKILL"):
+            list(server.serving())
+    assert_gone(server, members)
+
+
+def test_an_api_server_that_hangs_is_dead(
+    monkeypatch: pytest.MonkeyPatch, shared_before: set[str]
+) -> None:
+    monkeypatch.setenv("MOET_STALL_SECONDS", "0.5")
+    with ready("hang") as server:
+        members = family(server)
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="has hung"):
+            list(server.serving())
+        assert time.monotonic() - began < 5
+    assert_gone(server, members)
+
+
+def test_a_stopped_process_can_be_ended(shared_before: set[str]) -> None:
+    with ready("serve") as server:
+        members = family(server)
+        for member in members:
+            os.kill(member.pid, signal.SIGSTOP)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    assert_gone(server, members)
+
+
+def test_what_a_killed_server_left_is_removed_at_the_next_start(shared_before: set[str]) -> None:
+    """The supervisor is another process here, killed with SIGKILL; its "engine" survives it."""
+    command = [sys.executable, supervise.__file__, "orphans"]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "up\n"
+    (left,) = runfiles.servers()
+    assert left.record.is_live
+    orphans = left.processes()
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    made = (left.directory / "made").read_text()
+    assert (SHM / made).exists()
+    with ready("serve") as server:
+        assert server.swept.servers == 1
+        assert server.swept.processes >= 1
+        assert server.swept.segments == 1
+    assert not any(processes.is_alive(orphan) for orphan in orphans)
+    assert not left.directory.exists()
+    assert not Path(left.record.scratch).exists()
+
+
+def test_a_second_server_does_not_sweep_the_first() -> None:
+    with ready("serve") as first, ready("serve") as second:
+        assert second.swept.servers == 0
+        assert {f.directory for f in runfiles.servers()} == {
+            first.files.directory,
+            second.files.directory,
+        }
