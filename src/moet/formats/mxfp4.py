@@ -157,7 +157,8 @@ def quantise(w: NDArray[np.float32]) -> Mxfp4Matrix:
     if not np.isfinite(w).all():
         raise FormatError("a weight is NaN or infinite", hint="MXFP4 stores finite weights only")
     shape = (*w.shape[:-1], w.shape[-1] // BLOCK, BLOCK)
-    blocks = np.ascontiguousarray(w, dtype=np.float32).reshape(shape)
+    blocks: NDArray[np.float32] = np.ascontiguousarray(w, dtype=np.float32).reshape(shape)
     scales = _block_scales(blocks)
-    codes = _nearest_codes(blocks / scale_values(scales)[..., None])
+    scaled: NDArray[np.float32] = blocks / scale_values(scales)[..., None]
+    codes = _nearest_codes(scaled)
     return Mxfp4Matrix(pack_codes(codes.reshape(w.shape)), scales)
