@@ -1,7 +1,104 @@
-"""x"""
+"""``moet bench``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moet.base.errors import UsageError
+from moet.cli import console
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
+if TYPE_CHECKING:
+    from moet.kernels.spec import ActFormat
+
+app = typer.Typer(
+    name="bench",
+    help="Measure this machine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def group() -> None:
+    """Measure this machine."""
+
+
+@app.command()
+def cpu(
+    *,
+    tokens: Annotated[str, typer.Option(help="Tokens a step, a list.")] = "1,2,4,8,16,64",
+    threads: Annotated[str, typer.Option(help="Threads, a list; empty: 1 and all cores.")] = "",
+    act: Annotated[str, typer.Option(help="Activation formats: int8, int16.")] = "int8,int16",
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 4096,
+    intermediate: Annotated[int, typer.Option(help="Width of an expert.")] = 2048,
+    experts: Annotated[int, typer.Option(help="Experts of the layer.")] = 64,
+    top_k: Annotated[int, typer.Option(help="Experts a token.")] = 6,
+    samples: Annotated[int, typer.Option(help="Steps a figure, at least.")] = 15,
+    busy: Annotated[int, typer.Option(help="Also beside so many busy processes.")] = 0,
+    peers: Annotated[
+        str, typer.Option(help="Other engines to measure: names, `all` installed ones, or `none`.")
+    ] = "all",
+    json: Annotated[bool, typer.Option("--json", help="The record as JSON.")] = False,
+) -> int:
+    """Time one MoE layer on the CPU against the read bandwidth of the same run.
+
+    The layer is DeepSeek-V4-Flash's unless sizes are given. MOET_ISA forces an instruction set.
+    """
+    from moet.base import env
+    from moet.bench import cpu as bench
+    from moet.bench.render import render
+    from moet.bench.rig import Shape
+    from moet.cli.progress import shares
+
+    shape = Shape(hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
+    options = bench.Options(
+        shape=shape,
+        acts=acts(act),
+        tokens=numbers("--tokens", tokens),
+        threads=numbers("--threads", threads) or None,
+        samples=samples,
+        isa=env.read().isa,
+        busy=busy,
+        peers=named(peers),
+    )
+    with shares("preparing") as progress:
+        record = bench.run(options, progress)
+    if json:
+        console.write(record.to_json() + "\n")
+    else:
+        console.out().print(render(record))
+    return 0
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """``"1,2"`` as ``(1, 2)``; empty: nothing."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdigit() for part in parts):
+        raise UsageError(f"{flag} {text!r} is not a list of numbers", hint=f"{flag} 1,2,8")
+    return tuple(map(int, parts))
+
+
+def acts(text: str) -> tuple[ActFormat, ...]:
+    """``"int8,int16"`` as formats."""
+    from moet.kernels.spec import ActFormat
+
+    known = {"int8": ActFormat.MXINT8, "int16": ActFormat.MXINT16}
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"--act {unknown[0]!r} is not a format", hint="int8, int16 or both")
+    return tuple(known[name] for name in names)
+
+
+def named(text: str) -> tuple[str, ...] | None:
+    """``all`` as None, ``none`` as nothing, else a list of names."""
+    if text == "all":
+        return None
+    return () if text == "none" else tuple(name.strip() for name in text.split(","))
+
+
+def register(parent: typer.Typer) -> None:
+    """Adds the group."""
+    parent.add_typer(app)

@@ -77,8 +77,8 @@ def facts(rows: list[tuple[str, str]]) -> Table:
 def findings(report: list[Finding]) -> Table:
     """A report as a table: mark, topic, fact; what follows and what to do below the fact."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True, min_width=5)
+    table.add_column(style="bold", no_wrap=True, min_width=15)
     table.add_column(overflow="fold")
     for finding in report:
         text = Text(finding.fact)

@@ -60,12 +60,12 @@ def _usage(error: Any) -> int:
     """A command line that cannot be read."""
     from moet.cli import console
 
-    message = error.format_message().rstrip(".")
+    message = error.format_message()
     if message.startswith("Usage:"):  # no command at all: the help says it
         console.say(message)
         return EXIT_ERROR
     context = getattr(error, "ctx", None)
-    console.tell("error", "bold red", message)
+    console.tell("error", "bold red", message.rstrip("."))
     console.tell("hint", "cyan", f"{context.command_path if context else 'moet'} --help")
     return EXIT_ERROR
 

@@ -1,7 +1,94 @@
-"""x"""
+"""``moet verify``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moet.cli import console
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
+if TYPE_CHECKING:
+    from moet.verify.quality import Quality
+
+app = typer.Typer(
+    name="verify",
+    help="Prove that answers are right: bit for bit, and by marks.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def group() -> None:
+    """Prove that answers are right: bit for bit, and by marks."""
+
+
+@app.command()
+def quality(
+    *,
+    url: Annotated[
+        str, typer.Option(help="A server. Without: the newest that runs here, else a new one.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="Start a server for this folder, or `demo`, and end it after.")
+    ] = "",
+    kinds: Annotated[
+        str, typer.Option(help="What to ask, a list: addition, recall, json, text, ...")
+    ] = "addition,subtraction,multiplication,recall,json,text",
+    each: Annotated[int, typer.Option(help="Questions a kind.")] = 100,
+    seed: Annotated[int, typer.Option(help="Other questions.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> int:
+    """Mark a served model on sums, recall, JSON and the perplexity of stories.
+
+    The questions are those of the demo model, held out from its training. Exit status 1: the demo
+    model misses what it is made to reach.
+    """
+    from moet import demo
+    from moet.cli.chat import connected
+    from moet.cli.progress import shares
+    from moet.cli.served import ServedModel
+    from moet.verify import quality as exam
+
+    wanted = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    exam.require_kinds(wanted)
+    with connected(url, model) as client, shares("asking") as progress:
+        aims = exam.AIMS if client.model == demo.NAME else {}
+        result = exam.measure(
+            ServedModel(client),
+            client.model,
+            kinds=wanted,
+            each=each,
+            seed=seed,
+            aims=aims,
+            progress=progress,
+        )
+    if json:
+        console.write_json(result.as_dict())
+    else:
+        show(result, aims)
+    return 1 if result.missed else 0
+
+
+def show(result: Quality, aims: dict[str, float]) -> None:
+    """The figures as a table."""
+    from rich.table import Table
+
+    table = Table(title=f"{result.model}, seed {result.seed}", title_justify="left")
+    for column in ("task", "right", "of", "share", "aim"):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for score in result.scores:
+        style = "red" if score.name in result.missed else ""
+        aim = f"{aims[score.name]:.0%}" if score.name in aims else ""
+        share = f"{score.share:.1%}" if score.asked else "-"
+        table.add_row(score.name, str(score.right), str(score.asked), share, aim, style=style)
+    if result.perplexity is not None:
+        table.add_row("perplexity of stories", "", "", f"{result.perplexity:.3f}", "")
+    console.out().print(table)
+
+
+def register(parent: typer.Typer) -> None:
+    """Adds the group."""
+    parent.add_typer(app)

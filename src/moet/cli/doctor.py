@@ -1,7 +1,0 @@
-"""x"""
-
-import typer
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
