@@ -212,6 +212,25 @@ def test_a_pool_is_read_alike_in_any_pieces() -> None:
     assert np.array_equal(whole, pieces)
 
 
+@pytest.mark.parametrize("zipf", [-0.1, 5.0, float("nan"), float("inf")])
+def test_impossible_skews_are_refused(zipf: float) -> None:
+    with pytest.raises(UsageError) as caught:
+        toy_model(zipf=zipf)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("zipf", [0.01, 4.0])
+def test_the_steepest_and_the_flattest_skew_can_be_drawn(zipf: float) -> None:
+    weights = router_weights(64, 256, 6, zipf, np.random.default_rng(0))
+    assert np.isfinite(weights).all()
+    assert np.linalg.norm(weights, axis=1).max() == pytest.approx(2, rel=1e-5)
+
+
+def test_special_tokens_stay_inside_a_cut_vocabulary() -> None:
+    config = synth.model("gpt-oss-20b", layers=1, vocab=100).config
+    assert {config[f"{t}_token_id"] for t in ("bos", "eos", "pad")} == {99}
+
+
 def test_models_with_a_wrong_config_are_refused() -> None:
     with pytest.raises(BrokenCheckpoint):
         SynthModel({**toy_config(), "num_experts": 0})

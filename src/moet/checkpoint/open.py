@@ -25,6 +25,7 @@ class Checkpoint:
         config: config.json as it was read.
         geometry: the routed experts.
         shards: every tensor's place.
+        experts: finds the tensors of routed experts.
     """
 
     folder: Path

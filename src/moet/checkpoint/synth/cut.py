@@ -60,6 +60,14 @@ def _cut_layers(text: dict[str, Any], layers: int) -> None:
         text["max_window_layers"] = layers
 
 
+def _cut_vocab(text: dict[str, Any], vocab: int) -> None:
+    """Special tokens past the end become the last word: an embedding has no other row for them."""
+    text["vocab_size"] = vocab
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if type(text.get(key)) is int:
+            text[key] = min(text[key], vocab - 1)
+
+
 def cut_config(
     config: dict[str, Any], *, layers: int | None, experts: int | None, vocab: int | None
 ) -> dict[str, Any]:
@@ -84,7 +92,7 @@ def cut_config(
     if experts is not None:
         text[arch.experts] = experts
     if vocab is not None:
-        text["vocab_size"] = vocab
+        _cut_vocab(text, vocab)
     if text.get("num_nextn_predict_layers"):
         text["num_nextn_predict_layers"] = 0  # drafts are not written
     return config

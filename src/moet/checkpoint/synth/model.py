@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moet.base.errors import UsageError
 from moet.checkpoint.experts import ExpertIndex, MatrixSpans, Span
 from moet.checkpoint.families import ARCHITECTURES, LAYOUTS
 from moet.checkpoint.geometry import CONFIG, ModelGeometry, read_geometry
@@ -27,6 +28,8 @@ from moet.formats.tiling import ExpertWeights
 COMPLETE = {"qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss, "deepseek_v4": deepseek_v4}
 """Architectures of which every tensor is written; of the others routers and experts are."""
 
+_MAX_ZIPF = 4
+
 
 class SynthModel:
     """A model with random weights.
@@ -38,9 +41,13 @@ class SynthModel:
 
     Raises:
         BrokenCheckpoint: the config is not usable.
+        UsageError: zipf is not in 0..4.
     """
 
     def __init__(self, config: dict[str, Any], *, seed: int = 0, zipf: float = 0.0) -> None:
+        if not 0 <= zipf <= _MAX_ZIPF:
+            hint = "0 is no skew, 1 a strong one; real routers are below 2"
+            raise UsageError(f"a Zipf exponent of {zipf}; it lies in 0..{_MAX_ZIPF}", hint=hint)
         self.config = config
         self.geometry: ModelGeometry = read_geometry(config, Path(CONFIG))
         nested = ARCHITECTURES[self.geometry.architecture].nested
