@@ -19,6 +19,10 @@ void set_heartbeat(Pool& pool, uint64_t address) {
   pool.set_heartbeat(at<uint64_t>(address));
 }
 
+void make_probe(ReadProbe* self, std::shared_ptr<Pool> pool, uint64_t address, size_t bytes) {
+  new (self) ReadProbe(std::move(pool), at<const uint8_t>(address), bytes);
+}
+
 nb::dict exam(Pool& pool, int slots, int items, int spin, int throw_at) {
   ExamReport report;
   {
@@ -44,9 +48,8 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("workspace_bytes", &Pool::workspace_bytes)
       .def_prop_ro("heartbeat", &Pool::heartbeat)
       .def("set_heartbeat", &set_heartbeat, nb::arg("address"));
-  nb::class_<ReadProbe>(m, "ReadProbe", "A buffer, and a timed loop that reads it.")
-      .def(nb::init<std::shared_ptr<Pool>, size_t>(), nb::arg("pool"), nb::arg("bytes"), Unlocked())
-      .def_prop_ro("bytes", &ReadProbe::bytes)
+  nb::class_<ReadProbe>(m, "ReadProbe", "A timed loop that reads a block of memory.")
+      .def("__init__", &make_probe, nb::arg("pool"), nb::arg("address"), nb::arg("bytes"))
       .def("run", &ReadProbe::pass, "One pass: bytes a second.", Unlocked());
   m.def("exam_stall", &Pool::exam_stall, nb::arg("pool"), nb::arg("worker"),
         nb::arg("milliseconds"), "The next item of a worker (-1: anyone) takes so much longer.");

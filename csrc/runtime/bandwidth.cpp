@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "../core/cpuid.h"
+#include "../core/refusal.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -79,19 +80,19 @@ class ReadJob final : public Job {
 
 }  // namespace
 
-ReadProbe::ReadProbe(std::shared_ptr<Pool> pool, size_t bytes) : pool_(std::move(pool)) {
-  buffer_.reserve(std::max(bytes, kItem));
-  for (size_t i = 0; i < buffer_.size(); i += 8)
-    *reinterpret_cast<uint64_t*>(buffer_.data() + i) = i * 0x9E3779B97F4A7C15ull;
+ReadProbe::ReadProbe(std::shared_ptr<Pool> pool, const uint8_t* data, size_t bytes)
+    : pool_(std::move(pool)), data_(data), bytes_(bytes / kItem * kItem) {
+  if (!data || reinterpret_cast<uintptr_t>(data) % 64 || bytes_ == 0)
+    throw Refusal("a read probe needs a MiB or more at a 64-byte boundary");
 }
 
 double ReadProbe::pass() {
   const Pool::Session session(*pool_);
-  ReadJob job(buffer_.data(), buffer_.size(), pool_->threads());
+  ReadJob job(data_, bytes_, pool_->threads());
   const auto start = std::chrono::steady_clock::now();
   pool_->run(session, job);
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-  return double(buffer_.size()) / took.count();
+  return double(bytes_) / took.count();
 }
 
 }  // namespace moet
