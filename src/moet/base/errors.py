@@ -8,12 +8,14 @@ class MoetError(Exception):
 
     Args:
         message: what is wrong, with the names and the numbers.
-        hint: what the user can do; shown as a ``hint:`` line. May be empty.
+        hint: what the user can do; shown as a ``hint:`` line, in tracebacks too. May be empty.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")
 
 
 class UsageError(MoetError):

@@ -16,6 +16,7 @@ from moet.engine import cores, live, refuse, settings, versions
 from moet.engine.experts import routed_layers
 from moet.engine.heartbeat import Page, Rank
 from moet.engine.live import LiveLayer
+from moet.engine.tell import own_page
 from moet.hybrid import experts
 from moet.hybrid.load import Progress, load, record_layout, tier_bytes
 from moet.hybrid.reference import ReferenceExperts
@@ -147,8 +148,7 @@ def load_and_bind(model: Any, checkpoint: Checkpoint, config: Any, number: int) 
     """
     geometry = checkpoint.geometry
     layers = layers_by_index(model, geometry)
-    path = env.read().heartbeat
-    share = share_of(config, next(iter(layers.values())), Page.open(path) if path else None)
+    share = share_of(config, next(iter(layers.values())), own_page())
     make = computer(config, share)
     tier = RamTier(tier_bytes(geometry, share.rank, share.world))
     load(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from moet.base import log
 from moet.base.errors import EngineError
+from moet.engine.tell import telling
 from moet.kernels.spec import DType
 
 
@@ -59,17 +60,27 @@ def require_all_bound(expected: Sequence[int], bound: Sequence[int]) -> None:
     )
 
 
+def require_all_called(layers: Sequence[LiveLayer]) -> None:
+    """Each layer must have computed something by now.
+
+    Raises:
+        EngineError: names the layers that have not.
+    """
+    idle = [layer.name for layer in layers if layer.calls == 0]
+    if idle:
+        raise EngineError(
+            f"the engine ran a step without moet's experts in {', '.join(idle)}",
+            hint="another plugin may have replaced the MoE layers: set VLLM_PLUGINS=moet",
+        )
+
+
 def check_after_first_pass(model: Any, layers: Sequence[LiveLayer]) -> None:
     """Has ``model`` (a torch module) look at the counters once, after its first forward pass."""
 
     def look(_module: Any, _args: Any, _output: Any) -> None:
         handle.remove()
-        idle = [layer.name for layer in layers if layer.calls == 0]
-        if idle:
-            raise EngineError(
-                f"the engine ran a step without moet's experts in {', '.join(idle)}",
-                hint="another plugin may have replaced the MoE layers: set VLLM_PLUGINS=moet",
-            )
+        with telling():
+            require_all_called(layers)
         log.get("engine").info("all %d MoE layers run through moet", len(layers))
 
     handle = model.register_forward_hook(look)

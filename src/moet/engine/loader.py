@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from moet.base import env
-from moet.base.errors import MoetError, UnsupportedError
+from moet.base.errors import UnsupportedError
 from moet.checkpoint import Checkpoint, open_checkpoint
 from moet.engine import adapter, experts, op, refuse, settings, versions
-from moet.engine.heartbeat import Page
+from moet.engine.tell import telling
 
 _Base: Any = versions.hook("vllm.model_executor.model_loader:DefaultModelLoader")
 
@@ -43,7 +41,7 @@ class MoetModelLoader(_Base):  # type: ignore[misc]
             CheckpointError: the files are not a checkpoint that moet reads.
             EngineError: the engine built something else than the checkpoint says.
         """
-        with _told():
+        with telling():
             versions.check()
             settings.read(vllm_config.additional_config)
             refuse.engine_config(vllm_config)
@@ -101,16 +99,3 @@ class MoetModelLoader(_Base):  # type: ignore[misc]
                 for name in tensors.keys():  # noqa: SIM118
                     if not is_expert(name):
                         yield source.prefix + name, tensors.get_tensor(name)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Errors of moet reach the user: on the heartbeat page, and with their hint in tracebacks."""
-    path = env.read().heartbeat
-    try:
-        with Page.open(path).reporting() if path else nullcontext():
-            yield
-    except MoetError as error:
-        if error.hint:
-            error.add_note(f"hint: {error.hint}")
-        raise

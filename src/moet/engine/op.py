@@ -14,8 +14,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from moet.base.errors import EngineError
+from moet.base.errors import EngineError, MoetError
 from moet.engine.live import LiveLayer
+from moet.engine.tell import tell
 from moet.kernels.spec import DType
 
 DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
@@ -46,14 +47,18 @@ def _routed_experts(x: Any, weights: Any, ids: Any, layer: str) -> Any:
         )
     x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
     out = torch.empty_like(x)
-    live.run(
-        x=x.data_ptr(),
-        dtype=DTYPES[x.dtype],
-        tokens=x.shape[0],
-        weights=weights.data_ptr(),
-        ids=ids.data_ptr(),
-        out=out.data_ptr(),
-    )
+    try:
+        live.run(
+            x=x.data_ptr(),
+            dtype=DTYPES[x.dtype],
+            tokens=x.shape[0],
+            weights=weights.data_ptr(),
+            ids=ids.data_ptr(),
+            out=out.data_ptr(),
+        )
+    except MoetError as error:
+        tell(error)
+        raise
     return out
 
 

@@ -1,0 +1,99 @@
+"""Real engines for the tests of this room: all of them run once, in one process beside pytest."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moet.engine.heartbeat import Page
+from moet.kernels.cpu import isa_available
+from moet.testing.toy import write_toy_checkpoint
+
+from . import dequantised
+
+DRIVER = Path(__file__).with_name("drive.py")
+SIZES = {"hidden": 128, "intermediate": 96, "experts": 16, "top_k": 4}
+REFERENCE = {"additional_config": {"moet": {"arithmetic": "reference"}}}
+
+# What each refused engine asks for.
+REFUSED: dict[str, dict[str, Any]] = {
+    "lora": {"enable_lora": True},
+    "expert parallel": {"enable_expert_parallel": True},
+    "backend": {"moe_backend": "triton"},
+    "setting": {"additional_config": {"moet": {"arithmetics": "kernels"}}},
+    "value": {"additional_config": {"moet": {"arithmetic": "numpy"}}},
+}
+
+
+def jobs(root: Path) -> list[dict[str, Any]]:
+    """All engines, by what they are for."""
+
+    def job(name: str, model: str = "qwen3_moe", form: str = "moet", **more: Any) -> dict[str, Any]:
+        return {"name": name, "model": str(root / model), "load_format": form, **more}
+
+    kernels = [job(f"isa {isa}", env={"MOET_ISA": isa}) for isa in isa_available()]
+    refused = [job(f"refused {name}", engine=engine) for name, engine in REFUSED.items()]
+    return [
+        job("plain", judge=True, env={"MOET_HEARTBEAT": str(root / "beat")}),
+        *(job(f"threads {n}", env={"MOET_THREADS": str(n)}) for n in (1, 2, 3)),
+        *kernels,
+        job("reference", engine=REFERENCE),
+        job("stock", model="bf16", form="auto"),
+        job("fp32", judge=True, engine={"dtype": "float32"}),
+        job("fp16", judge=True, engine={"dtype": "float16"}),
+        job("gpt-oss", model="gpt_oss", judge=True),
+        job("gpt-oss reference", model="gpt_oss", engine=REFERENCE),
+        *refused,
+        job("refused isa", env={"MOET_ISA": "neon", "MOET_HEARTBEAT": str(root / "sad")}),
+        job("refused experts", model="bf16"),
+        job("takeover", deed="takeover", env={"MOET_HEARTBEAT": str(root / "idle")}),
+        job("compiled", eager=False, judge=True),
+    ]
+
+
+class Runs:
+    """The results of all engines, by job name; and where they left their files."""
+
+    def __init__(self, root: Path, results: dict[str, dict[str, Any]]) -> None:
+        self.root = root
+        self._results = results
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        """The result of an engine that worked."""
+        result = self._results[name]
+        assert "error" not in result, (name, result["error"])
+        return result
+
+    def error(self, name: str) -> dict[str, Any]:
+        """What ended an engine that did not."""
+        error: dict[str, Any] = self._results[name]["error"]
+        return error
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Every engine of ``jobs``, run."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: pip install moet[cpu]")
+    root = tmp_path_factory.mktemp("engines")
+    for family in ("qwen3_moe", "gpt_oss"):
+        write_toy_checkpoint(root / family, family, shards=2, **SIZES)
+    dequantised.write(root / "qwen3_moe", root / "bf16")
+    for name in ("beat", "sad", "idle"):
+        Page.create(root / name)
+    (root / "jobs.json").write_text(json.dumps(jobs(root)))
+    log, environ = root / "log", {k: v for k, v in os.environ.items() if k[:5] != "MOET_"}
+    with log.open("w") as out:
+        command = [sys.executable, str(DRIVER), str(root / "jobs.json"), str(root / "results.json")]
+        done = subprocess.run(
+            command, check=False, stdout=out, stderr=out, env=environ, timeout=900
+        )
+    assert done.returncode == 0, log.read_text()[-4000:]
+    return Runs(root, json.loads((root / "results.json").read_text()))
