@@ -141,7 +141,7 @@ def test_a_peer_that_is_not_installed_is_refused() -> None:
 @pytest.mark.parametrize("name", sorted(set(peer_engines.ENGINES) - set(peers.installed())))
 def test_a_peer_that_cannot_start_says_why(name: str) -> None:
     module = peer_engines.ENGINES[name][0]
-    with pytest.raises(KernelError, match=rf"{name} ended: .*{module}"):
+    with pytest.raises(KernelError, match=rf"{name} ended with code 1: .*{module}"):
         peers.Peer(name, SMALL, 1, 1)
 
 

@@ -25,6 +25,7 @@ from moet.bench.rig import Shape, random_work, random_x
 from moet.bench.timing import Sample, timed
 from moet.kernels.rounding import widen_bf16
 
+CHECKED_TOKENS = 2
 SEED = 0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -100,13 +101,14 @@ class Peer:
         if line:
             answer: dict[str, Any] = json.loads(line)
             return answer
-        self._child.kill()
         self._child.communicate()
         self._stderr.seek(0)
         last_words = self._stderr.read().strip().splitlines()[-1:]
         self._stderr.close()
+        code = self._child.returncode
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
         raise KernelError(
-            f"{self.name} ended: {last_words[0] if last_words else 'without a word'}",
+            f"{self.name} ended {how}: {last_words[0] if last_words else 'without a word'}",
             hint="leave peers out with --no-peers",
         )
 
@@ -115,7 +117,7 @@ def serve(setup: dict[str, Any], requests: TextIO, answers: TextIO) -> None:
     """The child: loads the layer, tells its version and error, answers [tokens, count] lines."""
     shape = Shape(**setup["shape"])
     weights = Weights.random(shape, SEED)
-    max_tokens = setup["max_tokens"]
+    max_tokens = max(setup["max_tokens"], CHECKED_TOKENS)
     engine = ENGINES[setup["name"]][1](shape, weights, setup["threads"], max_tokens)
     rng = np.random.default_rng(SEED)
     x = random_x(rng, max_tokens, shape.hidden)
@@ -138,8 +140,8 @@ def serve(setup: dict[str, Any], requests: TextIO, answers: TextIO) -> None:
 def relative_error(
     engine: Engine, weights: Weights, shape: Shape, rng: np.random.Generator
 ) -> float:
-    """Error of two tokens against fp32 on the dequantised weights, by norms."""
-    x, work = random_x(rng, 2, shape.hidden), random_work(rng, 2, shape)
+    """Error of a few tokens against fp32 on the dequantised weights, by norms."""
+    x, work = random_x(rng, CHECKED_TOKENS, shape.hidden), random_work(rng, CHECKED_TOKENS, shape)
     engine.step(x, work)()
     want = weights.layer(widen_bf16(x), work)
     return float(np.linalg.norm(engine.output() - want) / np.linalg.norm(want))
