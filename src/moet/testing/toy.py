@@ -56,8 +56,8 @@ def toy_config(
 ) -> dict[str, Any]:
     """config.json of a small model; ``extra`` sets further keys.
 
-    The engine wants ``intermediate`` in multiples of 128 for deepseek_v4 (its shared experts are FP8
-    in blocks of 128 rows) and 64 or more experts, top 6, for that family's router.
+    For deepseek_v4 the engine wants ``intermediate`` in multiples of 128 (its shared experts are
+    FP8 in blocks of 128 rows) and 64 or more experts, top 6, for that family's router.
     """
     ours: dict[str, Any] = {
         "hidden_size": hidden,
