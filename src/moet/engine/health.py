@@ -27,6 +27,7 @@ from moet.engine.watchdog import Watchdog
 
 HEALTH_PATHS = ("/health", "/ping")
 TURN_SECONDS = 0.25
+FIRST_TOKEN_SECONDS = 300.0  # the least that a first step may stand still: it warms everything up
 PROBE_TOKEN = 1  # any token will do; every vocabulary has this one
 LOG_HINT = "the server's log says more"
 
@@ -55,7 +56,8 @@ class Health:
         self.failure: MoetError | None = None
         self.ready = False
         self._flights: set[Flight] = set()
-        self._watchdog = Watchdog(stall_seconds)
+        self._watchdog = Watchdog(max(stall_seconds, FIRST_TOKEN_SECONDS))
+        self._stall_seconds = stall_seconds
         self._on_failure = on_failure
         self._sent = 0  # chunks of flights that have landed
 
@@ -138,6 +140,7 @@ class Health:
             self.fail(EngineError(f"the engine cannot generate: {error}", hint=LOG_HINT))
         else:
             self.ready = self.failure is None
+            self._watchdog = Watchdog(self._stall_seconds)
             if self.page is not None and self.ready and not self.is_stopping:
                 self.page.phase = Phase.READY
 

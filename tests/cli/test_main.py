@@ -1,0 +1,145 @@
+"""Exit status, errors, pipes, start-up: what every command has in common."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moet.cli import main as cli
+from moet.machine.versions import version_of
+
+from .conftest import Moet
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "vllm", "transformers", "openai")
+COMMANDS = ("serve", "chat", "doctor", "synth", "version", "bench cpu", "verify quality")
+
+ERRORS = {
+    "": "Usage: moet [OPTIONS] COMMAND [ARGS]...",
+    "serv": "error: No such command 'serv'. Did you mean 'serve'?\nhint: moet --help\n",
+    "--nope": "error: No such option: --nope\nhint: moet --help\n",
+    "version extra": "error: Got unexpected extra argument(s) (extra)\nhint: moet version --help\n",
+    "serve": "error: Missing argument 'MODEL'\nhint: moet serve --help\n",
+    "serve --max-num-seqs 4 demo": "error: the model comes first\nhint: moet serve MODEL [flags]\n",
+    "serve demo extra": "error: unexpected argument 'extra'\nhint: moet serve takes one model\n",
+    "serve demo --model x": "error: --model cannot be given\n"
+    "hint: the model is the first argument: moet serve MODEL\n",
+    "serve demo --load-format auto": "error: --load-format cannot be given\n"
+    "hint: moet loads the model: leave it out\n",
+    "serve nosuch": "error: nosuch is not a folder here\n"
+    "hint: give the folder of a downloaded checkpoint, or: moet serve demo\n",
+    "serve org/model": "error: org/model is not a folder here\n"
+    "hint: give the folder of a downloaded checkpoint, or: moet serve demo\n",
+    "serve demo --host 0.0.0.0": "error: --host 0.0.0.0 opens the server to others without an "
+    "API key\nhint: set MOET_API_KEY (or --api-key), or leave --host out to serve this machine "
+    "only\n",
+    "chat hi --url http://127.0.0.1:9": "error: no server answers at http://127.0.0.1:9\n"
+    "hint: start one: moet serve demo\n",
+    "chat": 'error: there is nothing to ask\nhint: moet chat "How much is 12 + 30?"\n',
+    "bench cpu --tokens x": "error: --tokens 'x' is not a list of numbers\nhint: --tokens 1,2,8\n",
+    "bench cpu --act int4": "error: --act 'int4' is not a format\nhint: int8, int16 or both\n",
+    "synth": "error: a preset or a config.json is needed\n"
+    "hint: moet synth --list prints the presets\n",
+    "verify quality --kinds poems": "error: there is no kind 'poems'\nhint: kinds are addition, "
+    "subtraction, multiplication, recall, json, text\n",
+}
+
+
+@pytest.mark.parametrize("line", ERRORS)
+def test_errors_are_two_lines_on_stderr(moet: Moet, line: str) -> None:
+    done = moet(*line.split())
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(ERRORS[line])
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bad_value_is_named(moet: Moet) -> None:
+    done = moet("serve", "demo", "--port", "x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Invalid value for '--port': ")
+    assert done.stderr.endswith("hint: moet serve --help\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [("MOET_THRAEDS", "2", "unknown setting"), ("MOET_THREADS", "two", "cannot be read")],
+)
+def test_bad_settings_are_errors_of_the_command(
+    moet: Moet, name: str, value: str, named: str
+) -> None:
+    done = moet("serve", "demo", **{name: value})
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "hint: " in done.stderr
+
+
+def test_debug_shows_the_traceback(moet: Moet) -> None:
+    done = moet("--debug", "serve", "nosuch")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "CheckpointError: nosuch is not a folder here" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_goes_to_stdout_and_fits_a_terminal(moet: Moet, command: str) -> None:
+    done = moet(*command.split(), "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Usage: moet {command}".rstrip())
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\x1b[" not in done.stdout
+
+
+def test_version_is_data(moet: Moet) -> None:
+    done = moet("version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"moet {version_of('moet')} (python 3.")
+
+
+@pytest.mark.parametrize("command", ["--help", "serve --help", "version", "doctor --json"])
+def test_light_commands_import_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys; from moet.cli.main import run; run(sys.argv[1:]);"
+        f"bad = [name for name in {HEAVY} if name in sys.modules];"
+        "sys.exit(f'imported {bad}' if bad else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_needs_not_even_numpy() -> None:
+    code = "import sys, moet.cli.main as m; m.run(['--help']); sys.exit('numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0
+
+
+def test_colour_where_it_is_asked_for(moet: Moet) -> None:
+    assert "\x1b[1;31merror:" in moet("serve", "nosuch", FORCE_COLOR="1").stderr
+
+
+def test_a_missing_native_part_is_an_error_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ImportError("No module named 'moet._core'")
+
+    monkeypatch.setattr(cli, "app", absent)
+    assert cli.run([]) == 2
+    assert "hint: moet doctor says what is missing" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m moet synth --list | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_documents_are_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "docs.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
