@@ -115,7 +115,7 @@ void quantise_vector(const void* x, int k, uint8_t* out) {
   const Layout<act> at{(k + kBlock - 1) / kBlock};
   for (int b = 0; b < at.blocks; ++b) {
     const char* block = static_cast<const char*>(x) + size * kBlock * b;
-    char padded[kBlock * size] = {};
+    alignas(64) char padded[kBlock * size] = {};
     if (k - b * kBlock < kBlock) {
       __builtin_memcpy(padded, block, size * (k - b * kBlock));
       block = padded;
