@@ -14,7 +14,7 @@ import pytest
 
 from moet.engine.heartbeat import Page
 from moet.kernels.cpu import isa_available
-from moet.testing.toy import write_toy_checkpoint
+from moet.testing.toy import FAMILIES, write_toy_checkpoint
 
 from . import dequantised
 
@@ -51,6 +51,7 @@ def jobs(root: Path) -> list[dict[str, Any]]:
         job("gpt-oss", model="gpt_oss", judge=True),
         job("gpt-oss reference", model="gpt_oss", engine=REFERENCE),
         *refused,
+        job("v4 layers", model="deepseek_v4", layers=True),
         job("refused isa", env={"MOET_ISA": "neon", "MOET_HEARTBEAT": str(root / "sad")}),
         job("refused experts", model="bf16"),
         job("takeover", deed="takeover", env={"MOET_HEARTBEAT": str(root / "idle")}),
@@ -83,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: pip install moet[cpu]")
     root = tmp_path_factory.mktemp("engines")
-    for family in ("qwen3_moe", "gpt_oss"):
+    for family in FAMILIES:
         write_toy_checkpoint(root / family, family, shards=2, **SIZES)
     dequantised.write(root / "qwen3_moe", root / "bf16")
     for name in ("beat", "sad", "idle"):

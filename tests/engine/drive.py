@@ -8,6 +8,7 @@ JOBS is a JSON list of jobs, RESULTS becomes a JSON object {name: result}. Keys 
     env              MOET_ settings
     eager            false: vLLM compiles
     engine           further arguments of LLM
+    layers           only the MoE layers of a DeepSeek-V4 checkpoint: see v4_layer.py
     deed             something to do to the engine once its model is loaded (a key of DEEDS)
 """
 
@@ -23,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import v4_layer
 
 PROMPTS = ([5, 17, 33, 2, 9, 250, 77, 140], [100, 200, 300], [7] * 40)
 BASE_ENV = {
@@ -193,7 +196,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     start = time.monotonic()
     with mock.patch.dict(os.environ, job.get("env", {})):
         try:
-            work(job, result)
+            if job.get("layers"):
+                result |= v4_layer.run(job["model"], Path(job["model"]).with_name("rendezvous"))
+            else:
+                work(job, result)
         except Exception as error:
             result["error"] = tell(error)
     result["seconds"] = time.monotonic() - start
@@ -204,6 +210,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def main(jobs: Path, results: Path) -> None:
     os.environ.update(BASE_ENV)
+    from moet.engine.plugin import register
+
+    register()
+    register()  # as vLLM does, in every process and sometimes twice
     done = {job["name"]: run(job) for job in json.loads(jobs.read_text())}
     results.write_text(json.dumps(done))
 

@@ -62,6 +62,19 @@ def test_the_layers_give_what_the_reference_gives(runs: Runs, name: str) -> None
     assert judged["differ"] == 0
 
 
+def test_the_layers_of_deepseek_v4(runs: Runs) -> None:
+    """V4's quantisation config keeps its linears; its experts are moet's, with 8-bit activations,
+    and the scale is applied before the one rounding."""
+    layers = runs["v4 layers"]
+    assert layers["quantisation"] == "DeepseekV4FP8Config"
+    assert (layers["act"], layers["limit"], layers["scale"]) == ("MXINT8", 10.0, 1.5)
+    assert layers["left_to_runner"] == 1.0
+    assert layers["parameters"] == ["e_score_correction_bias"], "the router's, not an expert's"
+    for judged in layers["judged"]:
+        assert judged["differ"] == 0
+        assert judged["distinct"] > judged["outputs"] // 4
+
+
 def test_no_expert_is_ever_a_torch_tensor(runs: Runs) -> None:
     for name, family in (("plain", "qwen3_moe"), ("gpt-oss", "gpt_oss")):
         checkpoint = open_checkpoint(runs.root / family)
