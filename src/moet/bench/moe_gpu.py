@@ -137,7 +137,7 @@ class Rig:
         )  # fmt: skip
 
     def steps(self, tokens: int, count: int = STEPS) -> tuple[list[Step], float]:
-        """Steps with random experts, distinct within a token; and the distinct experts of a step."""
+        """Steps with random experts, distinct in a token; and a step's distinct ones on average."""
         steps, distinct = [], 0
         for _ in range(count):
             ids = np.stack(

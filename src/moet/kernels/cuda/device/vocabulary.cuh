@@ -1,0 +1,144 @@
+// The few words in which the kernels speak to the hardware: integer MMA, asynchronous copies into
+// shared memory, barriers on them, and the ordering of dependent launches. One meaning on every
+// architecture from sm_80 on; the tests give the same words a meaning on the CPU (MOET_HOST).
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#ifdef MOET_HOST
+#include "host_vocabulary.h"
+#else
+
+#define MOET_DEVICE static __device__ __forceinline__
+
+// Bulk copies (sm_90 and later) move a whole group with one instruction of one lane; before that,
+// and where the build says so, every lane copies 16 bytes at a time.
+#if __CUDA_ARCH__ >= 900 && !defined(MOET_NO_BULK)
+#define MOET_BULK 1
+#else
+#define MOET_BULK 0
+#endif
+
+extern __shared__ uint4 moet_shared[];
+MOET_DEVICE u8* shared_memory() { return reinterpret_cast<u8*>(moet_shared); }
+
+MOET_DEVICE u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// Bytes picked by the selector's nibbles out of {b, a}; bit 3 of a nibble asks for the sign of the
+// byte, eight times, instead of the byte.
+MOET_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
+
+// d = start + A * B for a 16 x 32 tile A and a 32 x 8 tile B of signed bytes.
+MOET_DEVICE void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, int start) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%10, %10, %10, %10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+}
+
+MOET_DEVICE float half_to_float(u16 x) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
+  return f;
+}
+
+MOET_DEVICE u16 float_to_half(float x) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}
+
+// --- barriers that count the bytes, or the lanes, of asynchronous copies
+
+// One barrier serves one slot of one warp's ring. Call from one lane, then `barriers_ready`.
+MOET_DEVICE void barrier_init(u64* barrier) {
+  constexpr u32 arrivals = MOET_BULK ? 1 : 32;
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+
+MOET_DEVICE void barriers_ready() {
+#if MOET_BULK
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  __syncwarp();
+}
+
+MOET_DEVICE bool barrier_passed(u64* barrier, u32 parity) {
+  u32 passed;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(passed)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(passed)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+#endif
+  return passed != 0;
+}
+
+// All lanes wait until the copies that the current phase of the barrier counts have landed.
+MOET_DEVICE void barrier_wait(u64* barrier, u32 parity) {
+  while (!barrier_passed(barrier, parity)) {
+  }
+}
+
+// All lanes of a warp: starts copying two runs of `bytes` (a multiple of 16) into shared memory, one
+// behind the other; the barrier's current phase ends when both have landed.
+MOET_DEVICE void copy_pair(u8* to, const u8* from, u64 second, u32 bytes, u64* barrier) {
+  const u32 lane = threadIdx.x & 31;
+#if MOET_BULK
+  if (lane == 0) {
+    const u32 target = shared_address(barrier);
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(target), "r"(2 * bytes)
+                 : "memory");
+    for (u32 i = 0; i < 2; ++i)
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+          ::"r"(shared_address(to + i * bytes)), "l"(from + i * second), "r"(bytes), "r"(target)
+          : "memory");
+  }
+#else
+  for (u32 at = 16 * lane; at < 2 * bytes; at += 512) {
+    const u8* source = at < bytes ? from + at : from + second + (at - bytes);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + at)),
+                 "l"(source)
+                 : "memory");
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
+// --- dependent launches: no-ops where the launch did not ask for overlap
+
+// Everything that earlier kernels of the stream wrote is visible from here on.
+MOET_DEVICE void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel of the stream may start; it waits in turn before it reads our results.
+MOET_DEVICE void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#endif  // MOET_HOST
