@@ -18,7 +18,7 @@ from moet.cli import console
 if TYPE_CHECKING:
     from moet.cli.client import Answer, Client, Message
 
-HELP = "/new forgets the conversation, /quit leaves (so does ctrl-D), ctrl-C stops an answer"
+HELP = "/new starts over, /quit or ctrl-D leaves, ctrl-C stops an answer"
 PROMPT = "> "
 
 

@@ -102,13 +102,13 @@ def _show(server: Server, seconds: float, *, json: bool) -> None:
     from rich.panel import Panel
 
     plan = server.plan
-    if json:
-        console.write(jsonlib.dumps(facts(plan)) + "\n")
     title = f"moet serves {plan.name}"
     panel = Panel(
         console.facts(rows(server, seconds)), title=title, title_align="left", expand=False
     )
     console.err().print(panel)
+    if json:
+        console.write(jsonlib.dumps(facts(plan)) + "\n")
 
 
 def facts(plan: ServePlan) -> dict[str, object]:

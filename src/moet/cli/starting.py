@@ -37,7 +37,7 @@ class Loading:
 
 def describe(status: Status, loading: Loading, now: float) -> str:
     """One line for where a start is."""
-    if status.phase is Phase.PROBING:
+    if status.phase >= Phase.PROBING:
         return "waiting for the first token"
     if status.to_load and status.loaded < status.to_load:
         return loading.describe(status, now)

@@ -1,0 +1,175 @@
+"""``moet chat``: one question through pipes, and a conversation on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moet.base.errors import EngineError
+from moet.cli.client import Answer, Client
+
+from .conftest import Moet
+from .fake_openai import fake_openai
+
+Fake = tuple[str, list[dict[str, Any]]]
+
+
+@pytest.fixture
+def server() -> Iterator[Fake]:
+    with fake_openai() as running:
+        yield running
+
+
+def test_the_answer_is_stdout_and_nothing_else(moet: Moet, server: Fake) -> None:
+    url, requests = server
+    done = moet("chat", "hello", "--url", url, "--system", "Be brief.", "--max-tokens", "9")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "12 + 30 = 42\n", "")
+    (request,) = requests
+    assert request["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hello"},
+    ]
+    assert (request["temperature"], request["max_tokens"], request["key"]) == (0.0, 9, "")
+
+
+def test_the_question_may_come_from_a_pipe(moet: Moet, server: Fake) -> None:
+    url, requests = server
+    done = moet("chat", "--url", f"{url}/v1", stdin="hello\n", MOET_API_KEY="secret")
+    assert done.stdout == "12 + 30 = 42\n"
+    assert requests[0]["messages"] == [{"role": "user", "content": "hello"}]
+    assert requests[0]["key"] == "Bearer secret"
+
+
+def test_json_has_the_figures(moet: Moet, server: Fake) -> None:
+    done = moet("chat", "hello", "--url", server[0], "--json")
+    answer = json.loads(done.stdout)
+    assert (answer["model"], answer["answer"]) == ("fake", "12 + 30 = 42")
+    assert (answer["prompt_tokens"], answer["tokens"]) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ("long", "error: the server answers 400: the context is too long"),
+        ("key", "error: the server answers 401: a valid API key is needed"),
+        ("error", "error: the server answers 503: the engine has died"),
+        ("cut", "error: the answer was cut off"),
+    ],
+)
+def test_what_goes_wrong_is_said(moet: Moet, server: Fake, question: str, said: str) -> None:
+    done = moet("chat", question, "--url", server[0])
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_client_measures(server: Fake) -> None:
+    answer = Answer()
+    client = Client(server[0])
+    assert list(client.stream([{"role": "user", "content": "hello"}], answer)) == [
+        "12",
+        " + 30",
+        " = 42",
+    ]
+    assert 0 < answer.first <= answer.last
+    assert answer.rate > 0
+    with pytest.raises(EngineError, match="no server answers"):
+        Client("http://127.0.0.1:9")
+
+
+ON_TERMINAL = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # ctrl-C is for whoever has the terminal
+from moet.cli.main import main
+main()
+"""
+
+
+class Terminal:
+    """``moet chat`` on a pseudo-terminal."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.screen, terminal = pty.openpty()
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("MOET_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ON_TERMINAL, "chat", "--url", url],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env={**kept, "TERM": "xterm", "XDG_RUNTIME_DIR": str(folder)},
+            start_new_session=True,
+        )
+        os.close(terminal)
+        self.seen = ""
+        self._read_to = 0
+
+    def wait_for(self, text: str) -> None:
+        """Reads on until a text has come."""
+        deadline = time.monotonic() + 60
+        while (at := self.seen.find(text, self._read_to)) < 0:
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self.screen], [], [], 0.2)[0]:
+                self.seen += os.read(self.screen, 65536).decode()
+        self._read_to = at + len(text)
+
+    def type(self, text: str) -> None:
+        """Keys."""
+        os.write(self.screen, text.encode())
+
+    def end(self) -> int:
+        """Exit status."""
+        status = self.process.wait(30)
+        os.close(self.screen)
+        return status
+
+
+@pytest.fixture
+def terminal(server: Fake, tmp_path: Path) -> Iterator[Terminal]:
+    chat = Terminal(server[0], tmp_path)
+    yield chat
+    chat.process.kill()
+    chat.process.wait()
+
+
+def test_a_conversation(terminal: Terminal, server: Fake) -> None:
+    terminal.wait_for("> ")
+    assert "fake at http://" in terminal.seen
+    terminal.type("hello\n")
+    terminal.wait_for("3 tokens")
+    assert "12 + 30 = 42" in terminal.seen
+    terminal.type("hello\n")
+    terminal.wait_for("3 tokens")
+    assert [m["role"] for m in server[1][1]["messages"]] == ["user", "assistant", "user"]
+    terminal.type("/new\n")
+    terminal.wait_for("a new conversation")
+    terminal.type("long\n")
+    terminal.wait_for("the context is too long")
+    terminal.type("hello\n")
+    terminal.wait_for("3 tokens")
+    assert [m["content"] for m in server[1][-1]["messages"]] == ["hello"]
+    terminal.type("/quit\n")
+    assert terminal.end() == 0
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    terminal.type("slow\n")
+    terminal.wait_for("....")
+    terminal.type("\x03")
+    terminal.wait_for("(stopped)")
+    terminal.wait_for("> ")
+    terminal.type("hello\n")
+    terminal.wait_for("3 tokens")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.seen
