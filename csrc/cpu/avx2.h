@@ -1,11 +1,11 @@
 // The vocabulary for AVX2, FMA and F16C: eight lanes, two vectors a tile.
 //
-// There is no dot of four bytes here, but there is one of two (maddubs, saturating to 16 bits). A Dot
-// holds 16-bit sums, bytes 0 and 1 of a dword in the low half, bytes 2 and 3 in the high one. With
-// weights w2 + 12 in 0..24 a pair is at most 24 * 2 * 128 = 6,144: maddubs never saturates. The sums
-// wrap, and that is harmless: a Dot starts from the correction -12 * sum(q) of its own half, so a
-// finished half is sum(w2 * q) over 16 products, at most 16 * 12 * 128 = 24,576 in magnitude. Only the
-// end of a block widens to 32 bits.
+// There is no dot of four bytes here, but there is one of two (maddubs, saturating to 16 bits). A
+// Dot holds 16-bit sums, bytes 0 and 1 of a dword in the low half, bytes 2 and 3 in the high one.
+// With weights w2 + 12 in 0..24 a pair is at most 24 * 2 * 128 = 6,144: maddubs never saturates. The
+// sums wrap, and that is harmless: a Dot starts from the correction -12 * sum(q) of its own half, so
+// a finished half is sum(w2 * q) over 16 products, at most 16 * 12 * 128 = 24,576 in magnitude.
+// Only the end of a block widens to 32 bits.
 #pragma once
 #include <immintrin.h>
 
@@ -86,7 +86,7 @@ MOET_INLINE Dot dot_start(const void* correction) { return {set_dword(correction
 MOET_INLINE Dot dot_zero() { return {_mm256_setzero_si256()}; }
 MOET_INLINE Dot dot(Dot sum, I weights, I q) {
   sum.pairs = _mm256_add_epi16(sum.pairs, _mm256_maddubs_epi16(weights, q));
-  asm("" : "+x"(sum.pairs));  // or GCC regroups the additions into trees and spills half the products
+  asm("" : "+x"(sum.pairs));  // or GCC regroups the additions into trees and spills the products
   return sum;
 }
 MOET_INLINE I dot_finish(Dot sum) { return _mm256_madd_epi16(sum.pairs, _mm256_set1_epi16(1)); }

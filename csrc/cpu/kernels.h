@@ -1,6 +1,6 @@
 // The CPU kernels of one instruction set, as a table of functions. The algorithm is written once
-// (kernels.inl); each vocabulary (portable, avx2, avx512vnni) instantiates it in its own translation
-// unit with its own compiler flags. Bits: docs/numerics.md. Tiles: docs/format.md.
+// (kernels.inl); each vocabulary (portable, avx2, avx512vnni) instantiates it in its own
+// translation unit with its own compiler flags. Bits: docs/numerics.md. Tiles: docs/format.md.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -30,7 +30,7 @@ static inline constexpr size_t strip_bytes(int blocks) {
   return size_t((blocks + kGroupBlocks - 1) / kGroupBlocks) * kGroupBytes;
 }
 static inline constexpr size_t quantised_bytes(int blocks, Act act) {
-  // q (8-bit slices, one or two a block), then sx, then the correction of each slice. 64-byte multiple.
+  // q (8-bit slices, one or two a block), sx, the correction of each slice; a multiple of 64.
   const size_t slices = act == Act::kMxInt8 ? 1 : 2;
   const size_t raw = size_t(blocks) * (kBlock * slices + 4 + 4 * slices);
   return (raw + 63) / 64 * 64;
@@ -41,7 +41,7 @@ struct Kernels {
   const char* build_flags;  // the compiler flags of that table's own translation unit (MOET_FLAGS)
 
   // Quantises one vector. x: k elements of `type`; missing elements of the last block are +0.
-  // out: quantised_bytes(ceil(k / 32), act) bytes, 64-byte aligned. Its inside is private to the table.
+  // out: quantised_bytes(ceil(k / 32), act) bytes, 64-byte aligned, private to the table inside.
   void (*quantise)(const void* x, DType type, int k, Act act, uint8_t* out);
 
   // tot of section 4 for one strip and m vectors. xs[m]: quantised vectors of 32 * blocks elements.
@@ -49,15 +49,15 @@ struct Kernels {
   void (*strip)(const uint8_t* strip, int blocks, const uint8_t* const* xs, int m, Act act,
                 float* out);
 
-  // h[i] of section 5 for n elements; bias addresses may be null. n need not be a multiple of anything.
+  // h[i] of section 5 for n elements, any n; bias addresses may be null.
   void (*gate)(GateSpec spec, const float* gate_tot, const float* up_tot, const float* gate_bias,
                const float* up_bias, int n, float* h);
 
   // Row of section 6: tot (+ bias) as fp32, or rounded to bf16 and widened again. In place.
   void (*finish_row)(float* row, const float* bias, int n, bool bf16_rows);
 
-  // Combine of section 6 over slots in order: rows[s] may be null (skipped slot). out: n elements of
-  // `type`; scale is applied before the final rounding (1.0f: none, and no multiplication happens).
+  // Combine of section 6 over slots in order: rows[s] may be null (skipped slot). out: n elements
+  // of `type`; scale is applied before the final rounding (1.0f: none, and no multiplication happens).
   void (*combine)(const float* const* rows, const float* weights, int slots, int n, float scale,
                   bool has_scale, DType type, void* out);
 

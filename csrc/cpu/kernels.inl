@@ -1,6 +1,6 @@
 // The kernels, once, in the words of a vocabulary (portable.h, avx2.h, avx512vnni.h), which must be
-// included before. Everything is internal to the translation unit: no standard library templates, so
-// that the linker cannot pick a weak copy compiled for another processor.
+// included before. Everything is internal to the translation unit: no standard library templates,
+// so that the linker cannot pick a weak copy compiled for another processor.
 //
 // The order of every fp32 operation below is load-bearing (docs/numerics.md). Bounds:
 //   d = sum of w2 * q over 32: |d| <= 32 * 12 * 127 = 48,768 with 8 bits; 32 * 12 * 32,639 =
@@ -8,9 +8,9 @@
 namespace moet {
 namespace {
 
-constexpr int kParts = kTileRows / kLanes;    // vectors a tile is wide
+constexpr int kParts = kTileRows / kLanes;  // vectors a tile is wide
 constexpr int kBlockVectors = kBlock / kLanes;
-constexpr int kDwords = kBlock / 8;           // dwords of codes a row; a slice of q has twice as many
+constexpr int kDwords = kBlock / 8;  // dwords of codes a row; a slice of q has twice as many
 constexpr int kTileBytes = kTileRows * kBlock / 2;
 constexpr int kPrefetchBytes = 2 * kGroupBytes;  // how far ahead of the tile in work; measured
 constexpr uint32_t kNan = 0x7FFFFFFF;
@@ -75,7 +75,8 @@ MOET_INLINE void store_slice(const I (&q)[kBlockVectors], uint8_t* bytes, uint8_
   alignas(32) int8_t packed[kBlock];
   store_block(packed, q);
   Dot sum = dot_zero();
-  for (int i = 0; i < 2 * kDwords; ++i) sum = dot(sum, set_int(0x0C0C0C0C), set_dword(packed + 4 * i));
+  const I twelves = set_int(0x0C0C0C0C);
+  for (int i = 0; i < 2 * kDwords; ++i) sum = dot(sum, twelves, set_dword(packed + 4 * i));
   const int32_t negated = dot_negated(sum);
   __builtin_memcpy(bytes, packed, kBlock);
   __builtin_memcpy(correction, &negated, sizeof(negated));
@@ -408,7 +409,8 @@ void combine(const float* const* rows, const float* weights, int slots, int n, f
 #ifndef MOET_FLAGS
 #error "MOET_FLAGS: pass this translation unit's compiler flags as a string"
 #endif
-constexpr Kernels kKernels = {kName, MOET_FLAGS, quantise, strip, gate, finish_row, combine, exp_all};
+constexpr Kernels kKernels = {kName, MOET_FLAGS,  quantise, strip,
+                              gate,  finish_row, combine,  exp_all};
 
 }  // namespace
 }  // namespace moet

@@ -113,7 +113,9 @@ inline uint32_t bits_of_half(uint16_t h) {
   return sign | reinterpret<uint32_t>(value);
 }
 MOET_INLINE F load_half(const uint16_t* p) {
-  return from_bits(I{bits_of_half(p[0]), bits_of_half(p[1]), bits_of_half(p[2]), bits_of_half(p[3])});
+  I x;
+  for (int i = 0; i < kLanes; ++i) x[i] = bits_of_half(p[i]);
+  return from_bits(x);
 }
 
 // To nearest, ties to even; NaN is 0x7FFF.

@@ -33,7 +33,7 @@ void move_pair(const uint8_t* low, const uint8_t* high, uint8_t* tile) {
     uint64_t a, b;
     std::memcpy(&a, low + 4 * j, 8);
     std::memcpy(&b, high + 4 * j, 8);
-    const uint64_t first = (a & 0xFFFFFFFF) | b << 32, second = a >> 32 | (b & ~uint64_t(0xFFFFFFFF));
+    const uint64_t first = (a & 0xFFFFFFFF) | b << 32, second = a >> 32 | (b >> 32 << 32);
     std::memcpy(tile + line * j, &first, 8);
     std::memcpy(tile + line * (j + 1), &second, 8);
   }

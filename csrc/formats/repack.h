@@ -8,8 +8,8 @@ namespace moet {
 
 // Rows of a checkpoint tensor as they lie in memory. A selection is an address and a stride: every
 // second row of an interleaved gate/up tensor (stride of two rows), a slice of K for tensor
-// parallelism (address of its first block). Row r has its codes at codes + r * code_stride (16 bytes
-// a block, low nibble = even k) and its scales at scales + r * scale_stride (one byte a block).
+// parallelism (address of its first block). Row r has its codes at codes + r * code_stride (16
+// bytes a block, low nibble = even k), its scales at scales + r * scale_stride (a byte a block).
 struct MatrixRows {
   const uint8_t* codes;
   size_t code_stride;
@@ -19,8 +19,8 @@ struct MatrixRows {
   int blocks;  // K / 32
 };
 
-// Writes `strips` strips of 16 rows, strip s at out + s * strip_stride (two strips where gate and up
-// alternate). Rows past m.rows and the padding of the last group are zero bytes. Strips are
+// Writes `strips` strips of 16 rows, strip s at out + s * strip_stride (two strips where gate and
+// up alternate). Rows past m.rows and the padding of the last group are zero bytes. Strips are
 // independent: a caller may split a matrix over threads by strips.
 // Returns -1, or row * blocks + block of the first reserved scale byte (255) in those strips' rows;
 // nothing is written then.
