@@ -78,18 +78,9 @@ class Runs:
         return error
 
 
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Every engine of ``jobs``, run."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: pip install moet[cpu]")
-    root = tmp_path_factory.mktemp("engines")
-    for family in FAMILIES:
-        write_toy_checkpoint(root / family, family, shards=2, **SIZES)
-    dequantised.write(root / "qwen3_moe", root / "bf16")
-    for name in ("beat", "sad", "idle"):
-        Page.create(root / name)
-    (root / "jobs.json").write_text(json.dumps(jobs(root)))
+def drive(root: Path, wanted: list[dict[str, Any]]) -> Runs:
+    """Runs engines in a process of their own."""
+    (root / "jobs.json").write_text(json.dumps(wanted))
     log, environ = root / "log", {k: v for k, v in os.environ.items() if k[:5] != "MOET_"}
     with log.open("w") as out:
         command = [sys.executable, str(DRIVER), str(root / "jobs.json"), str(root / "results.json")]
@@ -98,3 +89,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         )
     assert done.returncode == 0, log.read_text()[-4000:]
     return Runs(root, json.loads((root / "results.json").read_text()))
+
+
+@pytest.fixture(scope="session")
+def engine_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small checkpoint of each family. Skips where there is no engine."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: pip install moet[cpu]")
+    root = tmp_path_factory.mktemp("engines")
+    for family in FAMILIES:
+        write_toy_checkpoint(root / family, family, shards=2, **SIZES)
+    dequantised.write(root / "qwen3_moe", root / "bf16")
+    return root
+
+
+@pytest.fixture(scope="session")
+def runs(engine_root: Path) -> Runs:
+    """Every engine of ``jobs``, run."""
+    for name in ("beat", "sad", "idle"):
+        Page.create(engine_root / name)
+    return drive(engine_root, jobs(engine_root))

@@ -181,6 +181,8 @@ def work(job: dict[str, Any], result: dict[str, Any]) -> None:
         if "deed" in job:
             llm.apply_model(DEEDS[job["deed"]])
         result |= generate(llm)
+    if job.get("engine", {}).get("tensor_parallel_size", 1) > 1:
+        return  # its layers are in other processes
     result |= llm.apply_model(describe)[0]
     if job["load_format"] == "moet" and job.get("judge", False):
         result["judged"] = recorder.judge()
