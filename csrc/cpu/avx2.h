@@ -2,10 +2,10 @@
 //
 // There is no dot of four bytes here, but there is one of two (maddubs, saturating to 16 bits). A
 // Dot holds 16-bit sums, bytes 0 and 1 of a dword in the low half, bytes 2 and 3 in the high one.
-// With weights w2 + 12 in 0..24 a pair is at most 24 * 2 * 128 = 6,144: maddubs never saturates. The
-// sums wrap, and that is harmless: a Dot starts from the correction -12 * sum(q) of its own half, so
-// a finished half is sum(w2 * q) over 16 products, at most 16 * 12 * 128 = 24,576 in magnitude.
-// Only the end of a block widens to 32 bits.
+// With weights w2 + 12 in 0..24 a pair is at most 24 * 2 * 128 = 6,144: maddubs never saturates.
+// Nor does a sum overflow: it starts from the correction -12 * sum(q) over its 16 products, and each
+// product (w2 + 12) * q turns one -12 * q into w2 * q, so all along it stays within
+// 16 * 12 * 128 = 24,576. Only the end of a block widens to 32 bits.
 #pragma once
 #include <immintrin.h>
 

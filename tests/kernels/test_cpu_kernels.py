@@ -250,7 +250,7 @@ def test_widths_of_real_models(isa: str, act: ActFormat, blocks: int) -> None:
 @EACH_ISA
 @EACH_ACT
 def test_the_largest_sums_do_not_overflow(isa: str, act: ActFormat) -> None:
-    """A largest d in every lane and both signs: the 16-bit sums of AVX2 wrap on the way."""
+    """A largest d in every lane, of both signs: AVX2 sums it in 16 bits."""
     for weights in ("largest", "smallest"):
         check_strips(StripCase(1, 17, 16, 9, act, weights, "plain", "full"), isa)
 
