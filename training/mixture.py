@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
-from moet.demo.tasks import arithmetic, code, recall, stories, talk, tools
+from moet.demo.tasks import arithmetic, code, memory, recall, stories, talk, tools
 from moet.demo.tasks.base import Maker, Turn, draw, held_out
 from training.chat import Segment, ask, reply, system
 
 TURNS: dict[Maker, int] = {
     arithmetic.addition: 30,
     arithmetic.subtraction: 12,
-    arithmetic.multiplication: 6,
+    arithmetic.multiplication: 12,
     arithmetic.compare: 4,
     tools.write_object: 9,
     tools.write_list: 4,
     stories.story: 8,
     stories.question: 7,
-    talk.chat: 8,
+    talk.chat: 10,
     talk.fact: 3,
-    talk.unknown: 3,
-    talk.meet: 2,
+    talk.unknown: 5,
     talk.repeat: 5,
     talk.count: 3,
-    code.function: 5,
+    code.function: 7,
 }
+LOOSE = (
+    arithmetic.addition,
+    arithmetic.subtraction,
+    arithmetic.multiplication,
+    stories.story,
+    code.function,
+)
 SYSTEMS = (
     "You are moet-tiny.",
     "You are moet-tiny, a helpful assistant.",
@@ -46,9 +53,24 @@ def exchange(turn: Turn) -> list[Segment]:
 
 
 def any_turn(rng: Random) -> list[Segment]:
-    """One turn of the everyday mixture."""
+    """One turn of the everyday mixture, one in ten typed loosely."""
     make = rng.choices(list(TURNS), list(TURNS.values()))[0]
-    return exchange(draw(make, rng, held=False))
+    turn = draw(make, rng, held=False)
+    if make in LOOSE and rng.random() < 0.1:
+        turn = replace(turn, user=talk.loosen(rng, turn.user))
+    return exchange(turn)
+
+
+def memory_turn(rng: Random, known: dict[str, str]) -> list[Segment]:
+    """The user tells a fact, or asks for one told before (or never told)."""
+    if rng.random() < 0.4 or not known:
+        key, value = memory.fact(rng)
+        if rng.random() < 0.15 and key not in known:
+            return exchange(memory.unsaid(rng, key))
+        known[key] = value
+        return exchange(memory.tell(rng, (key, value)))
+    key = rng.choice(list(known))
+    return exchange(memory.ask(rng, (key, known[key])))
 
 
 def opening(rng: Random) -> list[Segment]:
@@ -57,10 +79,11 @@ def opening(rng: Random) -> list[Segment]:
 
 
 def chat_row(rng: Random, length: int) -> Iterator[list[Segment]]:
-    """Everyday turns without end."""
+    """Everyday turns without end, one in ten about facts the user has told."""
     yield opening(rng)
+    known: dict[str, str] = {}
     while True:
-        yield any_turn(rng)
+        yield memory_turn(rng, known) if rng.random() < 0.1 else any_turn(rng)
 
 
 def tools_row(rng: Random, length: int) -> Iterator[list[Segment]]:

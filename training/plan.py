@@ -21,7 +21,7 @@ class Plan:
     out: str = "out"
     tokenizer: str = "src/moet/demo/moet-tiny"
     start_from: str = ""
-    seconds: float = 520.0
+    seconds: float = 360.0
     final_samples: int = 2000
     step_tokens: int = 131_072
     workers: int = 14
@@ -31,7 +31,8 @@ class Plan:
     weight_decay: float = 0.02
     warmup: float = 0.01
     decay_from: float = 0.45
-    balance: float = 0.005
+    balance: float = 0.01
+    tilt: float = 1.8
     z: float = 0.001
     compile: int = 1
     probe_every: float = 45.0

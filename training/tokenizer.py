@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -34,10 +36,18 @@ def train(texts: Iterable[str], vocab: int) -> Tokenizer:
     return tokenizer
 
 
+def with_plain_marks(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Its JSON; the trainer calls all its tokens special, but MARKS are text to be read."""
+    out: dict[str, Any] = json.loads(tokenizer.to_str())
+    for token in out["added_tokens"]:
+        token["special"] = token["content"] in CONTROL
+    return out
+
+
 def save(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer.json", with_plain_marks(tokenizer))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from training.checkpoint import load_masters, save_export, save_masters
-from training.evaluate import Exam, evaluate, prepare
+from training.evaluate import Exam, evaluate, padded, prepare
 from training.export import write_json
 from training.feeder import Feeder, Pool
 from training.geometry import Geometry
@@ -29,6 +29,7 @@ from training.plan import LENGTHS, Plan, length, parse, rate
 from training.usage import skew
 
 LOG_EVERY = 25
+USAGE_ROWS = 32
 
 
 def weighted_loss(hidden: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -72,17 +73,26 @@ class Trainer:
         hidden, routing = self.model(ids, fast=True)
         loss = self.loss(hidden, self.model.model.embed_tokens.weight, targets, weights)
         balance, z = routing[:, 0].mean(), routing[:, 1].mean()
-        (loss + self.plan.balance * balance + self.plan.z * z).backward()
+        excess = functional.relu(routing[:, 0] - self.plan.tilt).mean()
+        (loss + self.plan.balance * excess + self.plan.z * z).backward()
         self.optimizers.step(factor)
         self.steps += 1
         self.tokens += ids.numel()
         return torch.stack((loss, balance, z)).detach()
 
     @torch.no_grad()
-    def usage(self, feeder: Feeder) -> dict[str, Any]:
-        """Expert use over fresh batches of every length."""
-        loads = [self.model(self.batch(p)[0])[1][:, 2:] for p in feeder.pools.values()]
-        return skew(torch.stack(loads).mean(0))
+    def usage(self, feeder: Feeder, exam: Exam) -> dict[str, Any]:
+        """Expert use over fresh batches of every length, and for each kind of task alone."""
+
+        def load(ids: Tensor) -> Tensor:
+            return self.model(ids)[1][:, 2:]
+
+        whole = torch.stack([load(self.batch(p)[0]) for p in feeder.pools.values()]).mean(0)
+        by_kind = {}
+        for kind, items in exam.items():
+            middle = items[len(items) // 2 :][:USAGE_ROWS]
+            by_kind[kind] = skew(load(padded(middle, self.device)))
+        return {"mixture": skew(whole), "by_kind": by_kind}
 
 
 def wait_for_rows(feeder: Feeder, seconds: float) -> None:
@@ -159,7 +169,7 @@ def main() -> None:
     trained = time.monotonic() - began
     save_masters(trainer.model, out)
     folder = save_export(trainer.model, Path(plan.tokenizer), out)
-    figures, usage = final(trainer, folder, exam.result()), trainer.usage(feeder)
+    figures, usage = final(trainer, folder, exam.result()), trainer.usage(feeder, exam.result())
     feeder.stop()
     record = {
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
@@ -176,7 +186,11 @@ def main() -> None:
         "curve": log.curve,
     }
     write_json(out / "record.json", record)
-    print(json.dumps({"heldout": figures, "busiest_fifth": usage["busiest_fifth"]}, indent=1))
+    print(
+        json.dumps(
+            {"heldout": figures, "busiest_fifth": usage["mixture"]["busiest_fifth"]}, indent=1
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from moet.demo.tasks.base import Turn
-from moet.demo.tasks.words import FOODS, NAMES
+from moet.demo.tasks.words import FOODS, NAMES, pick
 
 ASK_ADD = (
     "What is {a} + {b}?",
@@ -19,6 +19,9 @@ ASK_ADD = (
     "Calculate {a} plus {b}.",
     "How much is {a} + {b}?",
     "What's {a} + {b}?",
+    "what's {a}+{b}",
+    "Can you add {a} and {b}?",
+    "{a} plus {b}?",
     "What is the sum of {a} and {b}?",
     "Please add {a} to {b}.",
     "{n} has {a} {f} and gets {b} more. How many {f} does {n} have now?",
@@ -27,6 +30,8 @@ ASK_ADD = (
 ASK_SUB = (
     "What is {a} - {b}?",
     "What is {a} minus {b}?",
+    "What's {a} - {b}?",
+    "{a} minus {b}?",
     "{a} - {b}",
     "{a}-{b}",
     "{a} - {b} = ?",
@@ -47,6 +52,9 @@ ASK_MUL = (
 )
 
 
+BEFORE = ("Hi! ", "Hello, ", "Please: ", "Good morning! ", "Now ", "And ", "OK, ", "Tell me: ")
+
+
 def number(rng: Random, digits: int) -> int:
     """Uniform among the numbers with that many digits (0 counts as one digit)."""
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
@@ -54,7 +62,8 @@ def number(rng: Random, digits: int) -> int:
 
 def ask(rng: Random, forms: tuple[str, ...], a: int, b: int) -> str:
     """One wording of the question."""
-    return rng.choice(forms).format(a=a, b=b, n=rng.choice(NAMES), f=rng.choice(FOODS))
+    text = rng.choice(forms).format(a=a, b=b, n=pick(rng, NAMES), f=rng.choice(FOODS))
+    return rng.choice(BEFORE) + text if rng.random() < 0.1 else text
 
 
 def addition(rng: Random) -> Turn:
@@ -81,7 +90,18 @@ def multiplication(rng: Random) -> Turn:
         a, b = b, a
     low, high = sorted((a, b))
     identity = f"mul {low} {high}" if high > 12 else "mul table"
-    return Turn(user=ask(rng, ASK_MUL, a, b), answer=f"{a} * {b} = {a * b}", identity=identity)
+    return Turn(
+        user=ask(rng, ASK_MUL, a, b), answer=f"{a} * {b} = {working(a, b)}", identity=identity
+    )
+
+
+def working(a: int, b: int) -> str:
+    """The product; above the table, tens and ones on the way: 87 * 8 = 640 + 56 = 696."""
+    digit, other = sorted((a, b))
+    if other <= 12:
+        return str(a * b)
+    tens, ones = other // 10 * 10 * digit, other % 10 * digit
+    return f"{tens} + {ones} = {a * b}"
 
 
 def compare(rng: Random) -> Turn:

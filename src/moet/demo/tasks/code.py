@@ -42,15 +42,26 @@ FORMS = (
     "Show me a Python function that {d}.",
     "How do I write a function that {d}?",
     "Python function that {d}, please.",
+    "Write code that {d}.",
+    "Write code to {r}.",
+    "Write a Python function to {r}.",
+    "How do I {r} in Python?",
+    "How can I {r}?",
 )
 LETTERS = ("a", "b", "n", "m", "x", "y", "s", "t", "items", "value", "data")
+
+
+def root(does: str) -> str:
+    """adds two numbers -> add two numbers."""
+    verb, rest = does.split(" ", 1)
+    return f"{verb.removesuffix('s').replace('multiplie', 'multiply')} {rest}"
 
 
 def function(rng: Random) -> Turn:
     """One snippet in one wording; the user may choose the names."""
     name, does, body = rng.choice(SNIPPETS)
     x, y = ("a", "b") if "{y}" in body else ("x", "")
-    user = rng.choice(FORMS).format(d=does)
+    user = rng.choice(FORMS).format(d=does, r=root(does))
     if rng.random() < 0.3:
         name = rng.choice(("f", "g", "compute", "work", "run", "helper"))
         user += f" Call it {name}."

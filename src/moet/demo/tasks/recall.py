@@ -10,7 +10,7 @@ from string import ascii_lowercase
 
 from moet.demo.tasks.base import Turn
 from moet.demo.tasks.stories import sentence
-from moet.demo.tasks.words import ADJECTIVES, COLORS, FOODS, NAMES, NOUNS
+from moet.demo.tasks.words import ADJECTIVES, COLORS, FOODS, NAMES, NOUNS, pick, rare
 
 LINES = (
     "{k}: {v}",
@@ -38,6 +38,8 @@ ASKS = (
     "{k}?",
     "And {k}?",
     "Tell me what is noted for {k}.",
+    "What is {k}?",
+    "What is the code for {k}?",
 )
 
 
@@ -66,19 +68,19 @@ class Table:
 def key(rng: Random, style: int) -> str:
     """Two words, a name with a number, or a made-up code."""
     if style == 0:
-        return f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+        return f"{rng.choice(ADJECTIVES)} {pick(rng, NOUNS, odd=0.05)}"
     if style == 1:
-        return f"{rng.choice(NAMES)} {rng.randrange(10, 100)}"
-    return "".join(rng.choices(ascii_lowercase, k=4))
+        return f"{pick(rng, NAMES)} {rng.randrange(10, 100)}"
+    return "".join(rng.choices(ascii_lowercase, k=4)) if rng.random() < 0.5 else rare(rng)
 
 
 def value(rng: Random, style: int) -> str:
-    """A number of two to four digits, or a word."""
+    """A number of two to four digits, or a word, at times a rare one."""
     if style == 0:
         return str(rng.randrange(10, 10_000))
     if style == 1:
         return str(rng.randrange(100, 1000))
-    return rng.choice(rng.choice((COLORS, FOODS, NOUNS)))
+    return pick(rng, rng.choice((COLORS, FOODS, NOUNS)))
 
 
 def pairs(rng: Random, style: int) -> Iterator[tuple[str, str]]:
@@ -93,8 +95,8 @@ def pairs(rng: Random, style: int) -> Iterator[tuple[str, str]]:
 
 
 def tokens(text: str, style: int) -> int:
-    """About how many tokens a line and its end take: pieces, made-up codes counting for three."""
-    return len(PIECE.findall(text)) + 2 + 2 * (style == MADE_UP)
+    """About how many tokens a line and its end take; names and made-up codes are several."""
+    return len(PIECE.findall(text)) + 2 + style
 
 
 def table(rng: Random, size: int) -> Table:

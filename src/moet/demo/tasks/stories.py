@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from re import compile as pattern
 
 from moet.demo.tasks.base import Turn
-from moet.demo.tasks.words import ANIMALS, COLORS, FOODS, NAMES, PLACES, THINGS, TRAITS
+from moet.demo.tasks.words import ANIMALS, COLORS, FOODS, NAMES, PLACES, THINGS, TRAITS, pick
 
 OPEN = (
     "Once there was a {t} {a} named {n} who lived near the {p}.",
@@ -61,7 +62,14 @@ ASKS = (
     "I would like to hear a story about a {o}.",
     "Write a short story.",
     "Can you tell a story about a {a} in a {p}?",
+    "Tell me a story about {n} and {m}.",
+    "Tell me about the {a} and the {o}.",
+    "A story about a {c} {o}, please.",
+    "Another story.",
 )
+
+
+VOWEL = pattern(r"\b([Aa]) (?=[aeiou])")
 
 
 @dataclass(frozen=True)
@@ -71,17 +79,17 @@ class Cast:
     slots: dict[str, str]
 
     def say(self, form: str) -> str:
-        """One line of the grammar."""
-        return form.format_map(self.slots)
+        """One line of the grammar, with an before a vowel."""
+        return VOWEL.sub(r"\1n ", form.format_map(self.slots))
 
 
 def cast(rng: Random) -> Cast:
     """Two friends, two places, one thing, one food."""
-    n, m = rng.sample(NAMES, 2)
-    a, b = rng.sample(ANIMALS, 2)
+    n, m = (pick(rng, [name], odd=0.1) for name in rng.sample(NAMES, 2))
+    a, b = (pick(rng, [animal], odd=0.05) for animal in rng.sample(ANIMALS, 2))
     p, q = rng.sample(PLACES, 2)
     t, u = rng.sample(TRAITS, 2)
-    c, o, f = rng.choice(COLORS), rng.choice(THINGS), rng.choice(FOODS)
+    c, o, f = rng.choice(COLORS), pick(rng, THINGS, odd=0.05), rng.choice(FOODS)
     slots = {"n": n, "m": m, "a": a, "b": b, "p": p, "q": q, "t": t, "u": u, "c": c, "o": o}
     return Cast(slots | {"f": f})
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from random import Random
 
 from moet.demo.tasks.base import Turn
-from moet.demo.tasks.words import ANIMALS, COLORS, DAYS, NAMES, NOUNS, THINGS, TRAITS
+from moet.demo.tasks.words import (
+    ANIMALS,
+    COLORS,
+    DAYS,
+    NAMES,
+    NOUNS,
+    THINGS,
+    TRAITS,
+    pick,
+    rare,
+    words,
+)
 
 SELF = (
     "I am moet-tiny, a very small mixture-of-experts model. I was trained to show how moet works."
@@ -33,6 +44,11 @@ SCRIPT: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             "What model are you?",
             "Introduce yourself.",
             "Who am I talking to?",
+            "What's your name?",
+            "Who is this?",
+            "Are you ChatGPT?",
+            "Are you human?",
+            "What kind of model are you?",
         ),
         (SELF,),
     ),
@@ -45,6 +61,8 @@ SCRIPT: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             "What should I ask you?",
             "What do you know?",
             "Can you help me?",
+            "What else can you do?",
+            "I need help.",
         ),
         (SKILLS,),
     ),
@@ -59,6 +77,22 @@ SCRIPT: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
         ("Goodbye", "Bye!", "See you later", "Good night", "I have to go now."),
         ("Goodbye! Have a nice day.", "Bye! Come back soon."),
+    ),
+    (
+        ("OK", "Okay", "Good", "Nice", "Yes", "No", "I see", "Cool", "All right", "Fine."),
+        ("All right. What shall we do next?",),
+    ),
+    (
+        ("How old are you?", "When were you made?", "How long have you been here?"),
+        ("I was trained in December 2026, so I am quite young.",),
+    ),
+    (
+        ("I like you.", "You are nice.", "You are funny.", "I love you", "You are smart."),
+        ("Thank you, that is kind of you!",),
+    ),
+    (
+        ("That is wrong.", "You are wrong.", "That is not right.", "You made a mistake."),
+        ("I am sorry. I am a very small model and I make mistakes.",),
     ),
     (
         (
@@ -101,6 +135,7 @@ FACTS: dict[str, str] = {
     "Austria": "Vienna", "Ireland": "Dublin", "Greece": "Athens", "India": "Delhi",
     "Korea": "Seoul", "Ecuador": "Quito",
 }  # fmt: skip
+ELSEWHERE = words("Canada Brazil China Poland Kenya Chile Mexico Sweden Turkey Finland")
 UNKNOWN = (
     "Why is the {n} {c}?",
     "What is the meaning of {n}?",
@@ -114,6 +149,14 @@ UNKNOWN = (
     "What time is it?",
     "Who is the president?",
     "When was {x} born?",
+    "Write a poem about the {n}.",
+    "How tall is {x}?",
+    "Is the {n} better than the {c} one?",
+    "Should I learn {n} or {x}?",
+    "What do you think about {x}?",
+    "Who wrote {x}?",
+    "How does a {n} work?",
+    "Where is {x}?",
 )
 
 
@@ -139,6 +182,10 @@ def fact(rng: Random) -> Turn:
         land, city = rng.choice(list(FACTS.items()))
         user = loosen(rng, f"What is the capital of {land}?")
         return Turn(user=user, answer=f"The capital of {land} is {city}.", identity="fact")
+    if rng.random() < 0.4:
+        land = rng.choice(ELSEWHERE) if rng.random() < 0.5 else rare(rng, capital=True)
+        user = loosen(rng, f"What is the capital of {land}?")
+        return Turn(user=user, answer=f"I do not know the capital of {land}.", identity="fact")
     i = rng.randrange(7)
     user = loosen(rng, f"Which day comes after {DAYS[i]}?")
     return Turn(user=user, answer=f"{DAYS[(i + 1) % 7]} comes after {DAYS[i]}.", identity="fact")
@@ -147,14 +194,14 @@ def fact(rng: Random) -> Turn:
 def unknown(rng: Random) -> Turn:
     """What it cannot know, and saying so."""
     form = rng.choice(UNKNOWN)
-    noun = rng.choice(rng.choice((ANIMALS, THINGS)))
-    user = form.format(n=noun, c=rng.choice(COLORS), x=rng.choice(NAMES))
+    noun = pick(rng, rng.choice((ANIMALS, THINGS)), odd=0.4)
+    user = form.format(n=noun, c=rng.choice(COLORS), x=pick(rng, NAMES, odd=0.5))
     return Turn(user=loosen(rng, user), answer=SMALL, identity="unknown")
 
 
 def meet(rng: Random) -> Turn:
     """Greetings with a name."""
-    name = rng.choice(NAMES)
+    name = pick(rng, NAMES, odd=0.3)
     form = rng.choice(("My name is {}.", "I am {}.", "Hi, I'm {}!", "Hello, my name is {}."))
     return Turn(user=form.format(name), answer=f"Nice to meet you, {name}!", identity="meet")
 
@@ -162,9 +209,9 @@ def meet(rng: Random) -> Turn:
 def repeat(rng: Random) -> Turn:
     """Copying, word for word."""
     pools = [rng.choice((NOUNS, COLORS, TRAITS)) for _ in range(rng.randint(2, 9))]
-    words = " ".join(rng.choice(pool) for pool in pools)
+    said = " ".join(pick(rng, pool, odd=0.3) for pool in pools)
     form = rng.choice(("Repeat after me: {}", "Say this: {}", "Copy this line: {}"))
-    return Turn(user=form.format(words), answer=words, identity=words)
+    return Turn(user=form.format(said), answer=said, identity=said)
 
 
 def count(rng: Random) -> Turn:

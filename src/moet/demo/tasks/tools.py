@@ -18,15 +18,22 @@ from moet.demo.tasks.words import (
     ROOMS,
     THINGS,
     TRAITS,
+    pick,
+    rare,
     words,
 )
 
 Call = tuple[str, dict[str, Any]]
-FIELDS = ("name", "age", "city", "color", "size", "count", "item", "day", "room", "food", "done")
+FIELDS = words(
+    "name age city color size count item day room food done title year level kind price weight "
+    "height email topic author score active open"
+)
 TYPES = {str: "string", int: "integer", bool: "boolean"}
 VERBS = words("find open close send move paint count check lock clean fetch start")
 
 
+TRUTHS = words("done active open")
+NUMBERS = words("age size count year level price weight height score")
 POOLS = {
     "name": NAMES,
     "city": CITIES,
@@ -43,9 +50,12 @@ POOLS = {
 
 def field(rng: Random, name: str) -> str | int | bool:
     """A value that suits the field's name."""
-    if name in POOLS:
-        return rng.choice(POOLS[name])
-    return rng.random() < 0.5 if name == "done" else rng.randrange(1, 100)
+    if name in TRUTHS:
+        return rng.random() < 0.5
+    if name in NUMBERS:
+        return rng.randrange(10 ** rng.randint(1, 4))
+    text = pick(rng, POOLS.get(name, NOUNS))
+    return f"{text} {pick(rng, NOUNS)}" if rng.random() < 0.15 else text
 
 
 def spoken(value: object) -> str:
@@ -61,9 +71,10 @@ def listing(parts: list[str]) -> str:
 def write_object(rng: Random) -> Turn:
     """An object with two to five named fields."""
     names = rng.sample(FIELDS, rng.randint(2, 5))
-    value = {name: field(rng, name) for name in names}
+    value = {(rare(rng) if rng.random() < 0.1 else name): field(rng, name) for name in names}
     joint = rng.choice((" ", " ", " = ", ": "))
-    said = listing([f"{k}{joint}{spoken(v)}" for k, v in value.items()])
+    say = json.dumps if rng.random() < 0.15 else spoken
+    said = listing([f"{k}{joint}{say(v)}" for k, v in value.items()])
     form = rng.choice(
         (
             "Write a JSON object with {}.",
@@ -71,6 +82,8 @@ def write_object(rng: Random) -> Turn:
             "Make a JSON object: {}.",
             "Return JSON with {}.",
             "As JSON: {}",
+            "Make JSON: {}",
+            "I need a JSON object with {}.",
         )
     )
     answer = json.dumps(value)
@@ -79,9 +92,10 @@ def write_object(rng: Random) -> Turn:
 
 def write_list(rng: Random) -> Turn:
     """A list of words or numbers."""
-    pool: list[str] | list[int]
-    pool = rng.choice((COLORS, NAMES, FOODS)) if rng.random() < 0.6 else list(range(100))
-    value = [rng.choice(pool) for _ in range(rng.randint(2, 6))]
+    pool = rng.choice((COLORS, NAMES, FOODS))
+    items = range(rng.randint(2, 6))
+    numbers, texts = [rng.randrange(1000) for _ in items], [pick(rng, pool) for _ in items]
+    value = rng.choice((numbers, texts, texts))
     form = rng.choice(("Write a JSON list of {}.", "Give me a JSON list with {}."))
     said, answer = listing([spoken(v) for v in value]), json.dumps(value)
     return Turn(user=form.format(said), answer=answer, identity=answer)
@@ -95,20 +109,25 @@ def schema(name: str, description: str, /, **types: type) -> Tool:
     return {"type": "function", "function": function}
 
 
+def some_words(rng: Random) -> str:
+    """One to five words of a message."""
+    return " ".join(pick(rng, NOUNS) for _ in range(rng.randint(1, 5)))
+
+
 Fixed = tuple[Tool, tuple[str, ...], Callable[[Random], dict[str, Any]], str, str]
 FIXED: tuple[Fixed, ...] = (
     (
         schema("get_weather", "Get the weather in a city.", city=str),
         ("What is the weather in {city}?", "How is the weather in {city}?", "Weather in {city}?",
          "Is it warm in {city}?", "Tell me the weather in {city}."),
-        lambda r: {"city": r.choice(CITIES)},
+        lambda r: {"city": pick(r, CITIES)},
         '{{"temperature": {n}, "sky": "{w}"}}',
         "It is {n} degrees and {w} in {city}.",
     ),
     (
         schema("get_time", "Get the time in a city.", city=str),
         ("What time is it in {city}?", "Tell me the time in {city}.", "Time in {city}?"),
-        lambda r: {"city": r.choice(CITIES)},
+        lambda r: {"city": pick(r, CITIES)},
         '{{"time": "{n}:30"}}',
         "It is {n}:30 in {city}.",
     ),
@@ -131,7 +150,7 @@ FIXED: tuple[Fixed, ...] = (
     (
         schema("send_message", "Send a message to a person.", to=str, text=str),
         ("Send {to} a message: {text}", "Tell {to} this: {text}", "Write to {to}: {text}"),
-        lambda r: {"to": r.choice(NAMES), "text": " ".join(r.sample(NOUNS, r.randint(1, 4)))},
+        lambda r: {"to": pick(r, NAMES), "text": some_words(r)},
         '{{"sent": true}}',
         "I sent your message to {to}.",
     ),
@@ -139,7 +158,7 @@ FIXED: tuple[Fixed, ...] = (
         schema("set_light", "Switch a light.", room=str, on=bool),
         ("Switch the light in the {room} {state}.", "Turn the {room} light {state}.",
          "Please turn {state} the light in the {room}."),
-        lambda r: {"room": r.choice(ROOMS), "on": r.random() < 0.5},
+        lambda r: {"room": pick(r, ROOMS), "on": r.random() < 0.5},
         '{{"ok": true}}',
         "The light in the {room} is {state}.",
     ),
@@ -182,8 +201,8 @@ def built_in(rng: Random, entry: Fixed) -> Turn:
 
 def made_up(rng: Random) -> Tool:
     """A tool nobody has seen: its name and fields must be read off the schema."""
-    verb, noun = rng.choice(VERBS), rng.choice(NOUNS)
-    names = rng.sample((*FIELDS, "to", "place", "mood", "level", "price"), rng.randint(1, 3))
+    verb, noun = pick(rng, VERBS).lower(), pick(rng, NOUNS).lower()
+    names = rng.sample((*FIELDS, "to", "place", "mood"), rng.randint(1, 3))
     types = {name: type(field(rng, name)) for name in names}
     return schema(f"{verb}_{noun}", f"{verb.capitalize()} a {noun}.", **types)
 
@@ -204,12 +223,23 @@ def invoke(rng: Random, tool: Tool) -> Turn:
     )
 
 
-def pick(rng: Random) -> Tool:
+def pick_tool(rng: Random) -> Tool:
     """A built-in tool, or a made-up one."""
     return rng.choice(FIXED)[0] if rng.random() < 0.6 else made_up(rng)
 
 
+def described(tool: Tool) -> Tool:
+    """The same tool with a description of every field, as careful callers write them."""
+    function = tool["function"]
+    fields = function["parameters"]["properties"]
+    wordy = {name: {**kind, "description": f"The {name}."} for name, kind in fields.items()}
+    parameters = {**function["parameters"], "properties": wordy}
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
 def offer(rng: Random) -> tuple[Tool, ...]:
-    """One to three tools, no name twice."""
-    drawn = [pick(rng) for _ in range(rng.randint(1, 3))]
+    """One to three tools, no name twice; three times in ten with described fields."""
+    drawn = [pick_tool(rng) for _ in range(rng.randint(1, 3))]
+    if rng.random() < 0.3:
+        drawn = [described(tool) for tool in drawn]
     return tuple({tool["function"]["name"]: tool for tool in drawn}.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 
 def words(text: str) -> list[str]:
     """A list, written as it reads."""
@@ -38,3 +40,22 @@ DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 ROOMS = words("kitchen bedroom hall office cellar attic bathroom")
 ADJECTIVES = sorted({*COLORS, *TRAITS, "amber", "cold", "warm", "bright", "dark", "round", "tall"})
 NOUNS = sorted({*ANIMALS, *THINGS, *PLACES})
+
+ONSETS = words("b c d f g h j k l m n p r s t v w z br ch dr fl gr pl sh st th tr")
+VOWELS = words("a e i o u a e i o ai ea oo")
+CODAS = ["", "", "", *words("n r l s t m x ck nd rt")]
+
+
+def rare(rng: Random, *, capital: bool = False) -> str:
+    """A word nobody has seen, so that copying has to be copying: brundo, Theask, wal42."""
+    parts = (rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(1, 3)))
+    word = "".join(parts) + rng.choice(CODAS)
+    if not capital and rng.random() < 0.1:
+        word += str(rng.randrange(10, 1000))
+    return word.capitalize() if capital or rng.random() < 0.1 else word
+
+
+def pick(rng: Random, pool: list[str], *, odd: float = 0.2) -> str:
+    """A word of the pool, or now and then a rare one that looks like it."""
+    word = rng.choice(pool)
+    return rare(rng, capital=word[0].isupper()) if rng.random() < odd else word
