@@ -44,7 +44,7 @@ def jobs(root: Path) -> list[dict[str, Any]]:
         job("plain", judge=True, env={"MOET_HEARTBEAT": str(root / "beat")}),
         *(job(f"threads {n}", env={"MOET_THREADS": str(n)}) for n in (1, 2, 3)),
         *kernels,
-        job("reference", engine=REFERENCE),
+        job("reference", engine=REFERENCE, env={"MOET_HEARTBEAT": str(root / "slow beat")}),
         job("stock", model="bf16", form="auto"),
         job("fp32", judge=True, engine={"dtype": "float32"}),
         job("fp16", judge=True, engine={"dtype": "float16"}),
@@ -106,6 +106,6 @@ def engine_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def runs(engine_root: Path) -> Runs:
     """Every engine of ``jobs``, run."""
-    for name in ("beat", "sad", "idle"):
+    for name in ("beat", "slow beat", "sad", "idle"):
         Page.create(engine_root / name)
     return drive(engine_root, jobs(engine_root))

@@ -114,6 +114,7 @@ def test_the_worker_beats_for_the_watchdog(runs: Runs) -> None:
     assert page.rank(0).pid > 0
     assert page.beats >= 2 * sum(runs["plain"]["calls"])
     assert done == total == open_checkpoint(runs.root / "qwen3_moe").expert_bytes
+    assert Page.open(runs.root / "slow beat").beats >= sum(runs["reference"]["calls"])
 
 
 MESSAGES = {

@@ -133,6 +133,36 @@ def _tell(share: Share) -> Callable[[Progress], None]:
     return progress
 
 
+def fill(checkpoint: Checkpoint, share: Share) -> RamTier:
+    """An arena with every expert of this rank.
+
+    Raises:
+        TierError: the memory is too small.
+        BrokenCheckpoint, FormatError: a file that is not what its header says.
+    """
+    tier = RamTier(tier_bytes(checkpoint.geometry, share.rank, share.world))
+    part = {"rank": share.rank, "world": share.world, "cpus": share.cpus}
+    load(checkpoint, tier, progress=_tell(share), **part)  # type: ignore[arg-type]
+    return tier
+
+
+def bound_layer(
+    name: str, computes: Computer, tier: RamTier, index: int, share: Share
+) -> LiveLayer:
+    """A layer that has all its experts.
+
+    Raises:
+        EngineError: one is missing.
+    """
+    wanted = range(computes.spec.experts)
+    computes.bind(tier.acquire(ExpertKey(index, expert)) for expert in wanted)
+    if computes.bound != len(wanted):
+        what = f"{name}: {computes.bound} of {len(wanted)} experts are bound"
+        raise EngineError(what, hint="this is a fault of moet; please report it")
+    counts_itself = isinstance(computes, experts.Experts)
+    return LiveLayer(name, computes, share.line.beat if share.line and not counts_itself else None)
+
+
 def load_and_bind(model: Any, checkpoint: Checkpoint, config: Any, number: int) -> None:
     """Reads the experts of this rank and binds every MoE layer of ``model`` to its own.
 
@@ -143,27 +173,19 @@ def load_and_bind(model: Any, checkpoint: Checkpoint, config: Any, number: int) 
         number: of the model in this process; part of the layers' keys.
 
     Raises:
-        EngineError: the engine built other layers than the checkpoint has, or one stayed unbound.
+        EngineError: the engine built other layers than the checkpoint has.
         MoetError: of any room below (no memory, a broken file, no such instruction set).
     """
     geometry = checkpoint.geometry
     layers = layers_by_index(model, geometry)
     share = share_of(config, next(iter(layers.values())), own_page())
     make = computer(config, share)
-    tier = RamTier(tier_bytes(geometry, share.rank, share.world))
-    load(
-        checkpoint, tier, rank=share.rank, world=share.world, cpus=share.cpus, progress=_tell(share)
-    )
+    tier = fill(checkpoint, share)
     scales = output_scales(model)
     bound = []
     for index, layer in layers.items():
-        computes = make(layer_spec(geometry, share, scales[layer.layer_name]))
-        computes.bind(tier.acquire(ExpertKey(index, e)) for e in range(geometry.experts))
-        if computes.bound != geometry.experts:
-            raise EngineError(
-                f"{layer.layer_name}: {computes.bound} of {geometry.experts} experts are bound",
-                hint="this is a fault of moet; please report it",
-            )
-        bound.append(LiveLayer(layer.layer_name, computes))
+        name = layer.layer_name
+        computes = make(layer_spec(geometry, share, scales[name]))
+        bound.append(bound_layer(name, computes, tier, index, share))
         layer.bind_op(number, bound[-1])
     live.check_after_first_pass(model, bound)

@@ -7,7 +7,7 @@ step where the engine profiles nothing) a layer whose counter stands at zero end
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,17 +31,21 @@ class LiveLayer:
     Attributes:
         name: vLLM's name of the layer.
         experts: the bound experts; computes the layer.
+        beat: counts a step for the watchdog, where ``experts`` does not.
         calls: forward passes that went through here.
     """
 
     name: str
     experts: Runnable
+    beat: Callable[[], None] | None = None
     calls: int = 0
 
     def run(self, **raw: Any) -> None:
         """Passes raw addresses on (``Experts.run``) and counts."""
         self.calls += 1
         self.experts.run(**raw)
+        if self.beat:
+            self.beat()
 
 
 def require_all_bound(expected: Sequence[int], bound: Sequence[int]) -> None:
