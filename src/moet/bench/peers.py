@@ -109,7 +109,7 @@ class Peer:
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
         raise KernelError(
             f"{self.name} ended {how}: {last_words[0] if last_words else 'without a word'}",
-            hint="leave peers out with --no-peers",
+            hint="leave it out: --peers none",
         )
 
 
