@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(places: Places, folder: Path) -> Iterator[Served]:
-    with serving(places, folder, "--max-model-len", "2048") as server:
+    with serving(places, folder, "--max-model-len", "4000") as server:
         yield server
 
 
@@ -77,12 +77,12 @@ def test_facts_on_stdout_and_a_panel_on_stderr(served: Served) -> None:
     assert served.facts["experts"] > 1
     assert f"{served.url}/v1" in served.said()
     assert "\x1b[" not in served.said()
-    assert served.facts["context"] == 2048
+    assert served.facts["context"] == 4000
 
 
 def test_flags_that_moet_does_not_know_reach_the_engine(served: Served) -> None:
     (model,) = httpx.get(f"{served.url}/v1/models", timeout=10).json()["data"]
-    assert (model["id"], model["max_model_len"]) == (served.facts["model"], 2048)
+    assert (model["id"], model["max_model_len"]) == (served.facts["model"], 4000)
 
 
 def test_the_openai_client_streaming_and_not(served: Served) -> None:

@@ -247,6 +247,25 @@ def test_an_engine_that_died_ends_requests_and_server(page: Page) -> None:
     assert (status, json.loads(body)["status"]) == (503, "failed")
 
 
+def test_the_engine_s_own_words_do_not_get_past_ours(page: Page) -> None:
+    """vLLM tells its requests of a death before the watcher has looked."""
+    state, engine, client = Health(page, 60.0, probe=beating_probe(page)), FakeEngine(), Client()
+
+    async def theirs(_scope: Any, _receive: Any, send: Any) -> None:
+        engine.errored = True
+        await respond(send, 500, b"EngineCore encountered an issue")
+
+    async def scenario() -> None:
+        life = asyncio.create_task(state.live(engine))
+        await asyncio.sleep(0.02)
+        await state.fly(theirs, HTTP, client.receive, client.send)
+        life.cancel()
+
+    asyncio.run(scenario())
+    assert client.status == 503
+    assert b"the engine has died" in client.body
+
+
 def test_an_engine_that_stands_still_is_dead(page: Page) -> None:
     _, client = fails(page, 0.6, lambda engine: setattr(engine, "waiting", 3))
     assert b"has stood still for 1 s with 3 requests" in client.body

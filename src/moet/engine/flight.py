@@ -32,10 +32,17 @@ async def respond(send: Send, status: int, body: bytes, kind: str = "application
 
 
 class Flight:
-    """Runs an ASGI application on one request, until it is done or the flight is broken."""
+    """Runs an ASGI application on one request, until it is done or the flight is broken.
 
-    def __init__(self, send: Send) -> None:
+    Args:
+        send: towards the client.
+        look: called before anything is sent; may break this flight off. The application's own
+            account of a dead engine is less clear than ours.
+    """
+
+    def __init__(self, send: Send, look: Callable[[], None] = lambda: None) -> None:
         self._send = send
+        self._look = look
         self._broken: asyncio.Future[MoetError] = asyncio.get_running_loop().create_future()
         self._kind: bytes | None = None  # content type once the response has started
         self._done = False
@@ -62,6 +69,7 @@ class Flight:
 
     async def _forward(self, message: Message) -> None:
         """What the application sends; nothing gets past an error."""
+        self._look()
         if self._broken.done():
             return
         if message["type"] == "http.response.start":

@@ -59,6 +59,7 @@ class Health:
         self._watchdog = Watchdog(max(stall_seconds, FIRST_TOKEN_SECONDS))
         self._stall_seconds = stall_seconds
         self._on_failure = on_failure
+        self._engine: Any = None
         self._sent = 0  # chunks of flights that have landed
 
     @property
@@ -71,7 +72,7 @@ class Health:
         if self.failure is not None:
             await respond(send, 503, error_body(self.failure))
             return
-        flight = Flight(send)
+        flight = Flight(send, self._look_for_death)
         self._flights.add(flight)
         try:
             await flight.run(app, scope, receive)
@@ -96,6 +97,7 @@ class Health:
 
     async def live(self, engine: Any) -> None:
         """From the end of start-up to the end of the process."""
+        self._engine = engine
         probe = asyncio.create_task(self._become_ready(engine))
         try:
             while not self.is_stopping:
@@ -119,6 +121,10 @@ class Health:
             message = f"the engine has stood still for {seconds:.0f} s with {waiting} requests"
             hint = f"{LOG_HINT}; MOET_STALL_SECONDS is the limit, {self._watchdog.limit:g} s now"
             self.fail(EngineError(message, hint=hint))
+
+    def _look_for_death(self) -> None:
+        if self._engine is not None and self._engine.errored:
+            self.look(self._engine)
 
     def _progress(self) -> object:
         chunks = self._sent + sum(flight.chunks for flight in self._flights)
