@@ -188,6 +188,12 @@ def work(job: dict[str, Any], result: dict[str, Any]) -> None:
         result["judged"] = recorder.judge()
 
 
+def layers_left() -> int:
+    """Layers of ended engines that something still keeps, with all their experts."""
+    op = sys.modules.get("moet.engine.op")
+    return len(op._LAYERS) if op else 0
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """One job with its environment; what it raises becomes its result."""
     import torch
@@ -207,6 +213,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     result["seconds"] = time.monotonic() - start
     cleanup_dist_env_and_memory()
     gc.collect()
+    result["layers_left"] = layers_left()
     return result
 
 

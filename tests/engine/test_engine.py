@@ -92,6 +92,11 @@ def test_other_load_formats_are_left_alone(runs: Runs) -> None:
     assert runs["stock"]["calls"] == []
 
 
+def test_experts_leave_with_their_engine(runs: Runs) -> None:
+    for name in ("plain", "threads 2", "reference", "fp16", "gpt-oss"):
+        assert runs[name]["layers_left"] == 0
+
+
 def test_all_layers_ran(runs: Runs) -> None:
     for name in ("plain", "compiled", "reference"):
         calls = runs[name]["calls"]
