@@ -20,7 +20,7 @@ SUMS = {
     "subtraction": arithmetic.subtraction,
     "multiplication": arithmetic.multiplication,
 }
-RECALL_TOKENS = (100, 3650)
+RECALL_TOKENS = (100, 3550)
 
 
 def sample(kind: str, turn: Turn) -> Sample:
