@@ -249,7 +249,7 @@ def test_more_tokens_on_one_expert_than_an_mma_has_columns(
     rng = np.random.default_rng(3)
     spec = LayerSpec(hidden=128, intermediate=64, experts=4, top_k=3, act=act)
     case = LayerCase.random(rng, spec)
-    rig = Rig(library, case, max_tokens=30, seed=4, blocks_per_multiprocessor=1)
+    rig = Rig(library, case, max_tokens=30, seed=4, warps=1)
     for ids in (
         np.full((30, 3), 2, np.int32),
         rng.choice([1, 1, 1, 3, -1], (30, 3)).astype(np.int32),
@@ -350,7 +350,7 @@ EXAM = (
         name="wild",
         spec=LayerSpec(hidden=96, intermediate=64, experts=4, top_k=1, act=ActFormat.MXINT16),
         wild=True,
-        tuning=Tuning(blocks_per_multiprocessor=1, deepest=6, overlap=False),
+        tuning=Tuning(warps=1, deepest=6, overlap=False),
     ),
 )
 

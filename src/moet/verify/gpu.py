@@ -99,7 +99,7 @@ CASES: Final = (
     ExamCase(
         name="one block of threads, deep rings",
         spec=_spec(2880, 544, 8, 4, **_OSS),
-        tuning=Tuning(blocks_per_multiprocessor=1, deepest=6, overlap=False),
+        tuning=Tuning(warps=1, deepest=6, overlap=False),
     ),
 )
 """Widths of real models, ragged ones, every gate and format, many and few experts."""

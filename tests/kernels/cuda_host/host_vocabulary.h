@@ -261,7 +261,7 @@ MOET_DEVICE u32 atomicAdd(u32* p, u32 x) {
 }
 
 // Fragments of mma.m16n8k32: lane 4g + t holds rows g, g + 8 and k = 4t.. and 16 + 4t.. of A.
-MOET_DEVICE void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, int start) {
+MOET_DEVICE void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   const auto words = host::exchange<6>({a[0], a[1], a[2], a[3], b0, b1});
   const auto byte = [&](u32 lane, u32 reg, u32 k) {
     return static_cast<int>(static_cast<int8_t>(words[lane][reg] >> 8 * (k % 4)));
@@ -269,7 +269,6 @@ MOET_DEVICE void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, int start) 
   const u32 lane = threadIdx.x & 31;
   for (u32 i = 0; i < 4; ++i) {
     const u32 row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
-    d[i] = start;
     for (u32 k = 0; k < 32; ++k) {
       const u32 piece = k % 16 / 4, half = k / 16;
       d[i] += byte(row % 8 * 4 + piece, row / 8 + 2 * half, k) *
@@ -285,15 +284,18 @@ MOET_DEVICE void barriers_ready() { __syncwarp(); }
 
 MOET_DEVICE void land(const host::Copy& c) { std::memcpy(c.to, c.from, c.bytes); }
 
-MOET_DEVICE void copy_pair(u8* to, const u8* from, u64 second, u32 bytes, u64* barrier) {
+MOET_DEVICE void copy_pair(u8* to, u32 to_step, const u8* from, u64 from_step, u32 bytes,
+                           u64* barrier) {
   if (threadIdx.x & 31) return;
-  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
-    host::fail("a copy that is not aligned to 16 bytes");
   for (const auto& c : host::copies)
     if (c.barrier == barrier) host::fail("a slot that is filled twice");
-  for (u32 i = 0; i < 2; ++i) host::copies.push_back({to + i * bytes, from + i * second, bytes, barrier});
-  if (!host::lazy_copies)
-    for (u32 i = 0; i < 2; ++i) land(host::copies[host::copies.size() - 2 + i]);
+  for (u32 i = 0; i < 2; ++i) {
+    const host::Copy c = {to + i * to_step, from + i * from_step, bytes, barrier};
+    if ((reinterpret_cast<uintptr_t>(c.to) | reinterpret_cast<uintptr_t>(c.from) | bytes) % 16)
+      host::fail("a copy that is not aligned to 16 bytes");
+    host::copies.push_back(c);
+    if (!host::lazy_copies) land(c);
+  }
 }
 
 // Whether copies of this barrier were on their way; they have landed now.

@@ -20,16 +20,19 @@ from moet.kernels.spec import LayerSpec
 COLUMNS: Final = 8
 """Tokens of one MMA."""
 
-MOST_WARPS: Final = 10
+MOST_WARPS: Final = 8
+"""Of a block: `kMostThreads` of the device code."""
+
 MOST_ROUTINGS: Final = 4096
 """Routings (token, slot) of one step: what the plan's shared memory and 16-bit indices allow."""
 
+_BUSY_WARPS: Final = 5
 _SEGMENT_BLOCKS: Final = 16
 _SLOT_BYTES: Final = 2 * GROUP_BYTES
 _ITEM_SUM_BYTES: Final = 2 * COLUMNS * 20 * 4
 _RESERVED_SHARED: Final = 1024
 _ENTRY_BYTES: Final = 16
-_TASK_BYTES: Final = 16
+_AHEAD_BYTES: Final = 40
 _WORD_BYTES: Final = 8
 
 
@@ -78,17 +81,20 @@ class Tuning:
     """Choices that change speed and no bit.
 
     Attributes:
-        blocks_per_multiprocessor: resident blocks that the plan makes room for.
-        deepest: most ring slots of a warp. Two slots already keep about 50 KB of a multiprocessor
-            in flight with two blocks of eight warps.
+        warps: of a multiprocessor, that the plan makes room for. The dot is bound by its latency:
+            the more, the better; the kernels' registers allow 24 on cards with fast memory.
+        deepest: most ring slots of a warp. Two already keep about 70 KB of a multiprocessor in
+            flight with 24 warps.
         sum_buffers: most buffers of sums; with two, a block's warps go on to the next unit while
             the sums of the last one are being finished.
+        spare_blocks: of a multiprocessor, left free for the next kernel to start in.
         overlap: launches may start while their predecessor runs (sm_90 and later).
     """
 
-    blocks_per_multiprocessor: int = 2
+    warps: int = 24
     deepest: int = 3
     sum_buffers: int = 2
+    spare_blocks: int = 0
     overlap: bool = True
 
 
@@ -127,26 +133,24 @@ class StageShape:
             warps * depth * (_SLOT_BYTES + _WORD_BYTES)
             + sum_buffers * unit_pairs * self.segments * _ITEM_SUM_BYTES
             + min(self.routings, self.experts) * _ENTRY_BYTES
-            + warps * (_TASK_BYTES + _WORD_BYTES)
+            + warps * (_AHEAD_BYTES + _WORD_BYTES)
             + self.experts * 4
             + self.routings * 2
         )
 
     def unit(self) -> tuple[int, int]:
-        """(unit_pairs, warps): few warps idle in the last round of items, then small units."""
+        """(unit_pairs, warps): the smallest unit that keeps enough warps busy."""
+        for factor in (1, 2, 4):
+            unit_pairs = factor * self.multiple
+            items = unit_pairs * self.segments
 
-        def cost(shape: tuple[int, int]) -> tuple[float, int]:
-            unit_pairs, warps = shape
-            rounds = ceil_div(unit_pairs * self.segments, warps)
-            return round(1 - unit_pairs * self.segments / (rounds * warps), 2), unit_pairs
+            def busy(warps: int, items: int = items) -> tuple[float, int]:
+                return items / ceil_div(items, warps), -warps
 
-        shapes = [
-            (factor * self.multiple, warps)
-            for factor in (1, 2, 4)
-            for warps in (8, 10, 7, 9, 6)
-            if factor * self.multiple <= max(self.pairs, self.multiple)
-        ]
-        return min(shapes, key=cost)
+            warps = max(range(4, MOST_WARPS + 1), key=busy)
+            if busy(warps)[0] >= _BUSY_WARPS or 2 * unit_pairs > self.pairs:
+                break
+        return unit_pairs, warps
 
 
 def plan_stage(shape: StageShape, card: Card, tuning: Tuning) -> StagePlan:
@@ -156,7 +160,7 @@ def plan_stage(shape: StageShape, card: Card, tuning: Tuning) -> StagePlan:
         KernelError: nothing fits.
     """
     unit_pairs, warps = shape.unit()
-    residents = range(tuning.blocks_per_multiprocessor, 0, -1)
+    residents = range(max(tuning.warps // warps, 1), 0, -1)
     depths = range(tuning.deepest, 1, -1)
     buffers = range(tuning.sum_buffers, 0, -1)
     for resident, sum_buffers, depth in itertools.product(residents, buffers, depths):
@@ -167,7 +171,7 @@ def plan_stage(shape: StageShape, card: Card, tuning: Tuning) -> StagePlan:
         if size <= min(card.shared_per_block, share):
             return StagePlan(
                 warps=warps,
-                blocks=resident * card.multiprocessors,
+                blocks=max(resident - tuning.spare_blocks, 1) * card.multiprocessors,
                 unit_pairs=unit_pairs,
                 depth=depth,
                 sum_buffers=sum_buffers,

@@ -11,10 +11,6 @@ constexpr int kGroupBlocks = 4;
 constexpr int kMagicBits = 0x4B400000;
 constexpr float kMagic = 12582912.0f;
 
-// The weights enter the MMA as w2 + 12, which is what two table look-ups give; the sum of q, times
-// 12, is taken off again in the constants of the block (`block_constants`).
-constexpr int kWeightOffset = 12;
-
 enum DType : u32 { kF32 = 0, kBF16 = 1, kF16 = 2 };
 enum Gate : u32 { kSilu = 0, kGptOss = 1, kGeluTanh = 2 };
 
@@ -50,12 +46,6 @@ MOET_DEVICE int high_slice(int q) { return (q + 128) >> 8; }
 template <class Act>
 MOET_DEVICE float block_scale(u32 be) {
   return be > kCeiling ? __uint_as_float(kNan) : __uint_as_float((be - Act::unit + 126) << 23);
-}
-
-// -(M + 12 * sum) * scale: exact, since |12 * sum| <= 49,152 leaves M + 12 * sum within 24 bits, and
-// finite, since scale <= 2^104 (be <= 238; MXINT16's high slice has 256 * sx <= 2^104 too).
-MOET_DEVICE float offset_constant(int sum, float scale) {
-  return __fmul_rn(__int2float_rn(-(12582912 + kWeightOffset * sum)), scale);
 }
 
 // --- section 5: exp and the gates

@@ -27,33 +27,21 @@ MOET_DEVICE void quantise_piece(const QuantiseParams& p, const float (&x)[8], u8
   }
   const u32 be = block_exponent<Act>(largest);
   u32 bytes[2][2] = {};  // [low, high][dword]
-  int sums[2] = {};
   for (int i = 0; i < 8; ++i) {
     const int q = quantised<Act>(x[i], be);
     const int high = Act::slices == 2 ? high_slice(q) : 0;
     const int low = q - 256 * high;
     bytes[0][i / 4] |= (low & 0xFFu) << 8 * (i % 4);
     bytes[1][i / 4] |= (high & 0xFFu) << 8 * (i % 4);
-    sums[0] += low;
-    sums[1] += high;
   }
-  for (int step = 1; step < 4; step *= 2)
-    for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(0xFFFFFFFF, sums[i], step);
-
-  // Whole warps take part in the exchanges above; lanes past the last group store nothing.
+  // Whole warps take part in the exchange above; lanes past the last group store nothing.
   if (block >= p.groups * kGroupBlocks) return;
-  const float sx = block_scale<Act>(be), c = offset_constant(sums[0], sx);
   u8* at = row + block / kGroupBlocks * Row::group_bytes + Row::element(block % kGroupBlocks, 8 * t);
-  u8* constants = row + Row::constants(p.groups, block);
-  if (Act::slices == 1) {
+  if (Act::slices == 1)
     *reinterpret_cast<uint2*>(at) = {bytes[0][0], bytes[0][1]};
-    if (t == 0) *reinterpret_cast<float2*>(constants) = {sx, c};
-  } else {
-    const float sx_high = __fmul_rn(256.0f, sx);
+  else
     *reinterpret_cast<uint4*>(at) = {bytes[1][0], bytes[1][1], bytes[0][0], bytes[0][1]};
-    if (t == 0)
-      *reinterpret_cast<float4*>(constants) = {sx, c, sx_high, offset_constant(sums[1], sx_high)};
-  }
+  if (t == 0) Row::store_constants(row, p.groups, block, block_scale<Act>(be));
 }
 
 // Grid: (ceil(16 * groups / 128), T).
@@ -100,26 +88,16 @@ struct GateUp {
     const u32 be =
         block_exponent<Act>(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(h) & 0x7FFFFFFF));
     const int q = quantised<Act>(h, be);
-    const int high = Act::slices == 2 ? high_slice(q) : 0;
-    const int low = q - 256 * high;
-    const int low_sum = __reduce_add_sync(0xFFFFFFFF, low);
-    const int high_sum = Act::slices == 2 ? __reduce_add_sync(0xFFFFFFFF, high) : 0;
-
     u8* row = static_cast<u8*>(s.p.out) + static_cast<u64>(routing) * Row::bytes(s.p.out_size);
     u8* at = row + block / kGroupBlocks * Row::group_bytes + Row::element(block % kGroupBlocks, lane);
-    const float sx = block_scale<Act>(be), c = offset_constant(low_sum, sx);
-    u8* constants = row + Row::constants(s.p.out_size, block);
     if (Act::slices == 1) {
-      at[0] = static_cast<u8>(low);
-      if (lane == 0) *reinterpret_cast<float2*>(constants) = {sx, c};
+      at[0] = static_cast<u8>(q);
     } else {
+      const int high = high_slice(q);
       at[0] = static_cast<u8>(high);
-      at[8] = static_cast<u8>(low);
-      const float sx_high = __fmul_rn(256.0f, sx);
-      if (lane == 0)
-        *reinterpret_cast<float4*>(constants) = {sx, c, sx_high,
-                                                 offset_constant(high_sum, sx_high)};
+      at[8] = static_cast<u8>(q - 256 * high);
     }
+    if (lane == 0) Row::store_constants(row, s.p.out_size, block, block_scale<Act>(be));
   }
 };
 
@@ -148,7 +126,7 @@ struct Parts {
   u8* slots;
   float* sums;
   u32 sums_size;  // floats of one buffer
-  Task* tasks;    // of the warps' rings
+  Ahead* ahead;   // of the warps' rings
   u64* barriers;
   Routing routing;
 };
@@ -162,8 +140,8 @@ MOET_DEVICE Parts part_shared_memory(const StageParams& p, u32 segments) {
   parts.sums_size = p.unit_pairs * segments * kItemSums;
   Routing& r = parts.routing;
   r.entries = reinterpret_cast<Entry*>(parts.sums + p.sum_buffers * parts.sums_size);
-  parts.tasks = reinterpret_cast<Task*>(r.entries + most);
-  parts.barriers = reinterpret_cast<u64*>(parts.tasks + warps);
+  parts.ahead = reinterpret_cast<Ahead*>(r.entries + most);
+  parts.barriers = reinterpret_cast<u64*>(parts.ahead + warps);
   r.warp_totals = parts.barriers + warps * p.depth;
   r.counts = reinterpret_cast<u32*>(r.warp_totals + warps);
   r.columns = reinterpret_cast<u16*>(r.counts + p.experts);
@@ -194,7 +172,7 @@ MOET_DEVICE void run_stage(const StageParams& p) {
   Ring ring;
   ring.depth = p.depth;
   ring.slots = parts.slots + warp * p.depth * kSlotBytes;
-  ring.task = parts.tasks + warp;
+  ring.ahead = parts.ahead + warp;
   ring.barriers = parts.barriers + warp * p.depth;
   if ((threadIdx.x & 31) == 0)
     for (u32 i = 0; i < p.depth; ++i) barrier_init(ring.barriers + i);
@@ -216,34 +194,37 @@ MOET_DEVICE void run_stage(const StageParams& p) {
   wait_for_earlier_kernels();
   let_next_kernel_start();
 
-  u32 buffer = 0;
   for (; task.cost < end; advance(s, task)) {
-    float* sums = parts.sums + buffer * parts.sums_size;
-    const Columns columns = find_columns<Act>(s, task);
+    float* sums = parts.sums + (task.cost & (p.sum_buffers - 1)) * parts.sums_size;
     const u32 items = pairs_of(s, task) * segments;
     for (u32 item = warp; item < items; item += warps)
-      dot_item<Act>(s, columns, ring, item % segments, sums + item * kItemSums);
+      dot_item<Act>(s, task, ring, item % segments, sums + item * kItemSums);
     __syncthreads();
     finish_task<Act, Kind>(s, task, sums);
     // With two buffers, the barrier of the next task is what makes this one's buffer free.
     if (p.sum_buffers == 1) __syncthreads();
-    else buffer ^= 1;
   }
 }
 
-// Two blocks a multiprocessor: 96 registers a thread.
-constexpr int kMostThreads = 320;
+// Where memory is fast for its multiprocessors, 24 warps of 80 registers each hide the latency of
+// the dot; elsewhere 16 warps do.
+constexpr int kMostThreads = 256;
+#if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
+constexpr int kResident = 3;
+#else
+constexpr int kResident = 2;
+#endif
 
-MOET_KERNEL(kMostThreads, 2) moet_gate_up_8(const __grid_constant__ StageParams p) {
+MOET_KERNEL(kMostThreads, kResident) moet_gate_up_8(const __grid_constant__ StageParams p) {
   run_stage<MxInt8, GateUp>(p);
 }
-MOET_KERNEL(kMostThreads, 2) moet_gate_up_16(const __grid_constant__ StageParams p) {
+MOET_KERNEL(kMostThreads, kResident) moet_gate_up_16(const __grid_constant__ StageParams p) {
   run_stage<MxInt16, GateUp>(p);
 }
-MOET_KERNEL(kMostThreads, 2) moet_down_8(const __grid_constant__ StageParams p) {
+MOET_KERNEL(kMostThreads, kResident) moet_down_8(const __grid_constant__ StageParams p) {
   run_stage<MxInt8, Down>(p);
 }
-MOET_KERNEL(kMostThreads, 2) moet_down_16(const __grid_constant__ StageParams p) {
+MOET_KERNEL(kMostThreads, kResident) moet_down_16(const __grid_constant__ StageParams p) {
   run_stage<MxInt16, Down>(p);
 }
 

@@ -6,7 +6,8 @@
 constexpr u32 kTileBytes = 256;                          // one block of 16 rows
 constexpr u32 kScalesAt = kGroupBlocks * kTileBytes;     // in a group: behind its four tiles
 constexpr u32 kGroupBytes = kScalesAt + kGroupBlocks * 16;
-constexpr u32 kSlotBytes = 2 * kGroupBytes;              // a ring slot: a group of two strips
+constexpr u32 kSlotGroups = 1;                           // groups of a strip in a ring slot
+constexpr u32 kSlotBytes = 2 * kSlotGroups * kGroupBytes;  // one strip's, then the other's
 constexpr u32 kColumns = 8;                              // tokens of one MMA
 
 // Entries of the expert table that are no addresses.
@@ -26,6 +27,14 @@ struct QuantisedRow {
   MOET_DEVICE u32 bytes(u32 groups) { return groups * (group_bytes + group_constants); }
   MOET_DEVICE u32 constants(u32 groups, u32 block) {
     return groups * group_bytes + block * block_constants;
+  }
+  MOET_DEVICE void store_constants(u8* row, u32 groups, u32 block, float sx) {
+    u8* at = row + constants(groups, block);
+    if (Act::slices == 1)
+      *reinterpret_cast<float2*>(at) = {sx, __fmul_rn(-kMagic, sx)};
+    else
+      *reinterpret_cast<float4*>(at) = {sx, __fmul_rn(256.0f, sx), __fmul_rn(-257.0f * kMagic, sx),
+                                        0.0f};
   }
   // Of element k of a block; the low slice of MXINT16 lies 8 bytes on.
   MOET_DEVICE u32 element(u32 block, u32 k) {

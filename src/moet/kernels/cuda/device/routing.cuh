@@ -24,12 +24,10 @@ struct Totals {
 
 MOET_DEVICE u32 passes_of(u32 columns) { return (columns + kColumns - 1) / kColumns; }
 
-// The record of a routing's expert, or null where it is not computed here.
-MOET_DEVICE u64 record_of(const StageParams& p, u32 routing) {
-  const u32 id = static_cast<u32>(p.ids[routing]);
-  if (id >= p.experts) return 0;
-  const u64 address = p.table[id];
-  return address > kForeign ? address : 0;
+// The expert of a routing, or a negative number where it is not computed here.
+MOET_DEVICE int expert_of(const StageParams& p, u32 routing) {
+  const int id = p.ids[routing];
+  return static_cast<u32>(id) < p.experts && p.table[id] > kForeign ? id : -1;
 }
 
 // Three counters in one word: entries, columns, passes.
@@ -61,9 +59,12 @@ MOET_DEVICE u64 exclusive_scan(u64 mine, u64* warp_totals, u64& total) {
 // Fills `r`. All threads call; they may read it afterwards.
 MOET_DEVICE Totals route(const StageParams& p, const Routing& r, u32 units) {
   for (u32 e = threadIdx.x; e < p.experts; e += blockDim.x) r.counts[e] = 0;
+  // A thread's first routing, usually its only one, is looked up once.
+  const int first_expert = threadIdx.x < p.routings ? expert_of(p, threadIdx.x) : -1;
+  const auto expert = [&](u32 i) { return i == threadIdx.x ? first_expert : expert_of(p, i); };
   __syncthreads();
   for (u32 i = threadIdx.x; i < p.routings; i += blockDim.x)
-    if (record_of(p, i)) atomicAdd(&r.counts[p.ids[i]], 1u);
+    if (const int e = expert(i); e >= 0) atomicAdd(&r.counts[e], 1u);
   __syncthreads();
 
   const u32 share = (p.experts + blockDim.x - 1) / blockDim.x;
@@ -82,7 +83,8 @@ MOET_DEVICE Totals route(const StageParams& p, const Routing& r, u32 units) {
   }
   __syncthreads();
   for (u32 i = threadIdx.x; i < p.routings; i += blockDim.x)
-    if (record_of(p, i)) r.columns[atomicAdd(&r.counts[p.ids[i]], 1u)] = static_cast<u16>(i);
+    if (const int e = expert(i); e >= 0)
+      r.columns[atomicAdd(&r.counts[e], 1u)] = static_cast<u16>(i);
   __syncthreads();
   return {counter(total, 0), counter(total, 2) * units};
 }

@@ -56,17 +56,22 @@ MOET_DEVICE Task first_task(const Stage& s, u32 cost) {
   return unit < s.units ? Task{entry, unit, 0, at} : Task{entry + 1, 0, 0, at};
 }
 
-// The reading end of a warp: which group comes next, and the slots it goes into.
+// What a warp reads next. In shared memory, so that the dot keeps its registers.
+struct Ahead {
+  const u8* source;
+  u32 groups_left;  // of the item; 0: nothing is left to read
+  u32 item;
+  Task task;
+  u32 end;          // cost
+};
+
+// A warp's slots.
 struct Ring {
   u8* slots;
   u64* barriers;
+  Ahead* ahead;
   u32 depth;
-  u32 slot, parity;    // of the consumer
-  Task* task;          // of the producer, as is all that follows; in shared memory
-  u32 end;             // cost
-  u32 item;
-  u32 groups_left;     // of the item
-  const u8* source;
+  u32 slot, parity;  // of the next slot to be used
 };
 
 MOET_DEVICE u32 item_groups(const Stage& s, u32 segment) {
@@ -75,42 +80,49 @@ MOET_DEVICE u32 item_groups(const Stage& s, u32 segment) {
 }
 
 // Moves to the item at hand, past tasks that have none for this warp.
-MOET_DEVICE void find_item(const Stage& s, Ring& r) {
-  Task task = *r.task;
-  while (task.cost < r.end && r.item >= pairs_of(s, task) * s.segments) {
-    advance(s, task);
-    r.item = threadIdx.x >> 5;
+MOET_DEVICE void find_item(const Stage& s, Ahead& a) {
+  while (a.task.cost < a.end && a.item >= pairs_of(s, a.task) * s.segments) {
+    advance(s, a.task);
+    a.item = threadIdx.x >> 5;
   }
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) *r.task = task;
-  __syncwarp();
-  r.groups_left = 0;
-  if (task.cost >= r.end) return;
-  const u32 pair = r.item / s.segments, segment = r.item - pair * s.segments;
-  r.groups_left = item_groups(s, segment);
-  const u64 strip = 2 * static_cast<u64>(task.unit * s.p.unit_pairs + pair);
-  r.source = reinterpret_cast<const u8*>(s.routing.entries[task.entry].record) + s.p.section +
+  a.groups_left = 0;
+  if (a.task.cost >= a.end) return;
+  const u32 pair = a.item / s.segments, segment = a.item - pair * s.segments;
+  a.groups_left = item_groups(s, segment);
+  const u64 strip = 2 * static_cast<u64>(a.task.unit * s.p.unit_pairs + pair);
+  a.source = reinterpret_cast<const u8*>(s.routing.entries[a.task.entry].record) + s.p.section +
              strip * s.strip_bytes + segment * (kSegmentBlocks / kGroupBlocks * kGroupBytes);
 }
 
-// Starts reading the next group, if there is one, into the slot.
-MOET_DEVICE void read_ahead(const Stage& s, Ring& r, u32 slot) {
-  if (r.groups_left == 0) return;
-  copy_pair(r.slots + slot * kSlotBytes, r.source, s.strip_bytes, kGroupBytes, r.barriers + slot);
-  r.source += kGroupBytes;
-  if (--r.groups_left == 0) {
-    r.item += blockDim.x >> 5;
-    find_item(s, r);
+MOET_DEVICE u32 slot_groups(u32 left) { return left < kSlotGroups ? left : kSlotGroups; }
+
+// Starts reading the next groups, if there are any, into the slot.
+MOET_DEVICE void read_ahead(const Stage& s, const Ring& r, u32 slot) {
+  const u32 left = r.ahead->groups_left;
+  if (left == 0) return;
+  const u32 groups = slot_groups(left), bytes = groups * kGroupBytes;
+  copy_pair(r.slots + slot * kSlotBytes, kSlotGroups * kGroupBytes, r.ahead->source, s.strip_bytes,
+            bytes, r.barriers + slot);
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) {
+    Ahead& a = *r.ahead;
+    a.source += bytes;
+    a.groups_left -= groups;
+    if (a.groups_left == 0) {
+      a.item += blockDim.x >> 5;
+      find_item(s, a);
+    }
   }
+  __syncwarp();
 }
 
-MOET_DEVICE const u8* wait_for_group(const Ring& r) {
+MOET_DEVICE const u8* wait_for_slot(const Ring& r) {
   barrier_wait(r.barriers + r.slot, r.parity);
   return r.slots + r.slot * kSlotBytes;
 }
 
-// All lanes are done with the group: its slot is free again.
-MOET_DEVICE void release_group(const Stage& s, Ring& r) {
+// All lanes are done with the slot: it is free again.
+MOET_DEVICE void release_slot(const Stage& s, Ring& r) {
   __syncwarp();
   read_ahead(s, r, r.slot);
   if (++r.slot == r.depth) {
@@ -121,10 +133,10 @@ MOET_DEVICE void release_group(const Stage& s, Ring& r) {
 
 MOET_DEVICE void start_ring(const Stage& s, Ring& r, const Task& first, u32 end) {
   r.slot = r.parity = 0;
-  if ((threadIdx.x & 31) == 0) *r.task = first;
+  if ((threadIdx.x & 31) == 0) {
+    *r.ahead = {nullptr, 0, threadIdx.x >> 5, first, end};
+    find_item(s, *r.ahead);
+  }
   __syncwarp();
-  r.end = end;
-  r.item = threadIdx.x >> 5;
-  find_item(s, r);
   for (u32 slot = 0; slot < r.depth; ++slot) read_ahead(s, r, slot);
 }

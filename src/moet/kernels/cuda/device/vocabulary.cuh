@@ -37,12 +37,12 @@ MOET_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   return d;
 }
 
-// d = start + A * B for a 16 x 32 tile A and a 32 x 8 tile B of signed bytes.
-MOET_DEVICE void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, int start) {
+// d += A * B for a 16 x 32 tile A and a 32 x 8 tile B of signed bytes.
+MOET_DEVICE void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%10, %10, %10, %10};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 MOET_DEVICE float half_to_float(u16 x) {
@@ -74,6 +74,17 @@ MOET_DEVICE void barriers_ready() {
   __syncwarp();
 }
 
+// True for one lane, the same each time. All lanes call.
+MOET_DEVICE bool elected() {
+#if __CUDA_ARCH__ >= 900
+  u32 is;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }" : "=r"(is));
+  return is != 0;
+#else
+  return (threadIdx.x & 31) == 0;
+#endif
+}
+
 MOET_DEVICE bool barrier_passed(u64* barrier, u32 parity) {
   u32 passed;
 #if __CUDA_ARCH__ >= 900
@@ -98,26 +109,30 @@ MOET_DEVICE void barrier_wait(u64* barrier, u32 parity) {
   }
 }
 
-// All lanes of a warp: starts copying two runs of `bytes` (a multiple of 16) into shared memory, one
-// behind the other; the barrier's current phase ends when both have landed.
-MOET_DEVICE void copy_pair(u8* to, const u8* from, u64 second, u32 bytes, u64* barrier) {
-  const u32 lane = threadIdx.x & 31;
+// All lanes of a warp: starts copying two runs of `bytes` (a multiple of 16) into shared memory: from
+// `from` to `to`, and from `from_step` bytes on to `to_step` bytes on. The barrier's current phase
+// ends when both have landed.
+MOET_DEVICE void copy_pair(u8* to, u32 to_step, const u8* from, u64 from_step, u32 bytes,
+                           u64* barrier) {
 #if MOET_BULK
-  if (lane == 0) {
+  if (elected()) {
     const u32 target = shared_address(barrier);
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(target), "r"(2 * bytes)
                  : "memory");
     for (u32 i = 0; i < 2; ++i)
       asm volatile(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-          ::"r"(shared_address(to + i * bytes)), "l"(from + i * second), "r"(bytes), "r"(target)
+          ::"r"(shared_address(to + i * to_step)), "l"(from + i * from_step), "r"(bytes),
+          "r"(target)
           : "memory");
   }
 #else
-  for (u32 at = 16 * lane; at < 2 * bytes; at += 512) {
-    const u8* source = at < bytes ? from + at : from + second + (at - bytes);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + at)),
-                 "l"(source)
+  for (u32 at = 16 * (threadIdx.x & 31); at < 2 * bytes; at += 512) {
+    const bool second = at >= bytes;
+    const u32 inside = second ? at - bytes : at;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     shared_address(to + (second ? to_step : 0) + inside)),
+                 "l"(from + (second ? from_step : 0) + inside)
                  : "memory");
   }
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
