@@ -55,6 +55,8 @@ def jobs(root: Path) -> list[dict[str, Any]]:
         job("refused isa", env={"MOET_ISA": "neon", "MOET_HEARTBEAT": str(root / "sad")}),
         job("refused experts", model="bf16"),
         job("takeover", deed="takeover", env={"MOET_HEARTBEAT": str(root / "idle")}),
+        job("refused reload", deed="reload"),
+        job("refused stray", deed="stray"),
         job("compiled", eager=False, judge=True),
     ]
 

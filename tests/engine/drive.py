@@ -44,7 +44,25 @@ def one_layer_is_taken_over(model: Any) -> None:
     layer.quant_method.apply = lambda layer, x, topk_weights, topk_ids, **_: x
 
 
-DEEDS = {"takeover": one_layer_is_taken_over}
+def weights_are_reloaded(model: Any) -> None:
+    """What trainers do to an engine that keeps running."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    get_model_loader(LoadConfig(load_format="moet")).load_weights(model, None)
+
+
+def an_expert_reaches_torch(model: Any) -> None:
+    """What a hole in the name map would do."""
+    name = "model.layers.0.mlp.experts.3.gate_proj.weight_packed"
+    model.load_weights([(name, model.lm_head.weight)])
+
+
+DEEDS = {
+    "takeover": one_layer_is_taken_over,
+    "reload": weights_are_reloaded,
+    "stray": an_expert_reaches_torch,
+}
 
 
 class Recorder:

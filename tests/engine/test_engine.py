@@ -9,7 +9,7 @@ from moet.checkpoint import open_checkpoint
 from moet.engine.heartbeat import Page, Phase
 from moet.kernels.cpu import isa_available
 
-from .conftest import REFUSED, Runs
+from .conftest import Runs
 
 pytestmark = [
     pytest.mark.engine,
@@ -130,10 +130,12 @@ MESSAGES = {
     "value": ("UsageError", "numpy"),
     "isa": ("KernelError", "neon"),
     "experts": ("BrokenCheckpoint", "BF16"),
+    "reload": ("UnsupportedError", "reloaded in place"),
+    "stray": ("EngineError", "model.layers.0.mlp.experts.3.gate_proj.weight_packed into torch"),
 }
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "isa", "experts"])
+@pytest.mark.parametrize("name", MESSAGES)
 def test_what_is_not_covered_is_refused_by_name(runs: Runs, name: str) -> None:
     error = runs.error(f"refused {name}")
     kind, part = MESSAGES[name]
