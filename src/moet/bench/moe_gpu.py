@@ -19,9 +19,8 @@ from moet.formats.mxint import ActFormat
 from moet.kernels.cuda.gpu import Gpu
 from moet.kernels.cuda.layer import CudaLayer, Step, workspace_of
 from moet.kernels.cuda.plan import Tuning, plan_layer
+from moet.kernels.cuda.synthetic import random_records
 from moet.kernels.spec import DType, LayerSpec
-from moet.verify.cases import PLAIN_SCALES
-from moet.verify.gpu import random_records
 
 V4_FLASH: Final = LayerSpec(
     hidden=4096, intermediate=2048, experts=256, top_k=6, act=ActFormat.MXINT8, limit=10.0
@@ -35,6 +34,9 @@ STEPS: Final = 24
 """Steps of a graph."""
 
 REPEATS: Final = 15
+SCALES: Final = (118, 127)
+"""Scale bytes as trained models have them."""
+
 _DISTINCT_RECORDS: Final = 8
 _WARM_UP: Final = 2
 
@@ -117,7 +119,7 @@ class Rig:
             act=self.spec.act, biased=self.spec.biased,
         )  # fmt: skip
         records = self._allocate(experts * size)
-        self.gpu.upload(records, random_records(self.rng, sample, PLAIN_SCALES))
+        self.gpu.upload(records, random_records(self.rng, sample, SCALES))
         done = few
         while done < experts:
             more = min(done, experts - done)

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from moet.formats.gate import GateKind
 from moet.formats.mxint import ActFormat
-from moet.formats.tiling import GROUP_BYTES, RECORD_ALIGNMENT, TILE_BYTES
+from moet.formats.tiling import RECORD_ALIGNMENT
 from moet.kernels.cpu import CpuLayer, Pool
 from moet.kernels.cuda.layer import CudaLayer, Launcher, Step, workspace_of
 from moet.kernels.cuda.plan import Card, Tuning, plan_layer
+from moet.kernels.cuda.synthetic import random_records
 from moet.kernels.spec import DType, LayerSpec
-from moet.verify.cases import PLAIN_SCALES, WILD_SCALES, aligned_bytes, random_routing, random_x
+from moet.verify.cases import PLAIN_SCALES, WILD_SCALES, random_routing, random_x
 
 MOST_TOKENS: Final = 64
 
@@ -103,24 +104,6 @@ CASES: Final = (
     ),
 )
 """Widths of real models, ragged ones, every gate and format, many and few experts."""
-
-
-def random_records(
-    rng: np.random.Generator, spec: LayerSpec, scales: tuple[int, int]
-) -> NDArray[np.uint8]:
-    """Records of all experts as random bytes, uint8 [E, record_bytes], page-aligned."""
-    layout = spec.layout
-    records = aligned_bytes(spec.experts * layout.record_bytes).reshape(spec.experts, -1)
-    groups_end = layout.gate_bias
-    for record in records:
-        groups = record[:groups_end].reshape(-1, GROUP_BYTES)
-        codes = 4 * TILE_BYTES
-        groups[:, :codes] = rng.integers(0, 256, (len(groups), codes), np.uint8)
-        groups[:, codes:] = rng.integers(*scales, (len(groups), GROUP_BYTES - codes), np.uint8)
-        if spec.biased:
-            biases = record[groups_end : layout.payload_bytes].view(np.float32)
-            biases[:] = rng.standard_normal(biases.size)
-    return records
 
 
 @dataclass

@@ -56,6 +56,17 @@ def architecture_of(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}"
 
 
+def program_options(architecture: str, defines: tuple[str, ...] = ()) -> Any:
+    """NVRTC's options for one compilation, as `cuda.core` takes them."""
+    return toolkit.compiler().ProgramOptions(
+        arch=architecture,
+        include_path=str(SOURCES),
+        define_macro=list(defines) or None,
+        name=MAIN,
+        **OPTIONS,
+    )
+
+
 def compile_source(code: str, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
     """CUDA C++ -> cubin. Includes are looked for beside the kernels.
 
@@ -70,13 +81,7 @@ def compile_source(code: str, architecture: str, defines: tuple[str, ...] = ()) 
     """
     core = toolkit.compiler()
     toolkit.nvrtc_version()
-    options = core.ProgramOptions(
-        arch=architecture,
-        include_path=str(SOURCES),
-        define_macro=list(defines) or None,
-        name=MAIN,
-        **OPTIONS,
-    )
+    options = program_options(architecture, defines)
     try:
         compiled = core.Program(code, "c++", options).compile("cubin")
     except Exception as error:  # the bindings raise their own class for a failed compilation
@@ -106,7 +111,7 @@ def cache_key(
 def _read(path: Path) -> bytes | None:
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return None
     digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if hashlib.sha256(cubin).digest() == digest:

@@ -35,10 +35,7 @@ def nvrtc_version() -> str:
     Raises:
         MachineError: the bindings or the library are missing.
     """
-    try:
-        major, minor = call(_module("cuda.bindings.nvrtc").nvrtcVersion)
-    except (RuntimeError, OSError) as error:
-        raise MachineError(f"NVRTC cannot be loaded: {error}", hint=_HINT) from error
+    major, minor = call(_module("cuda.bindings.nvrtc").nvrtcVersion)
     return f"{major}.{minor}"
 
 
@@ -56,8 +53,15 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 
     Raises:
         KernelError: the status is not success; names the function and the status.
+        MachineError: the library behind the bindings is not on this machine.
     """
-    status, *results = function(*args)
+    try:
+        status, *results = function(*args)
+    except RuntimeError as error:  # the bindings load their libraries at the first call
+        raise MachineError(
+            f"{function.__name__} needs a library that cannot be loaded: {error}",
+            hint=f"a GPU needs NVIDIA's display driver; {_HINT}",
+        ) from error
     if int(status) != 0:
         raise KernelError(
             f"{function.__name__} failed: {status.name}",
