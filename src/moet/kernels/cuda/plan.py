@@ -135,7 +135,7 @@ class StageShape:
             + min(self.routings, self.experts) * _ENTRY_BYTES
             + warps * (_AHEAD_BYTES + _WORD_BYTES)
             + self.experts * 4
-            + self.routings * 2
+            + self.routings * 4
         )
 
     def unit(self) -> tuple[int, int]:

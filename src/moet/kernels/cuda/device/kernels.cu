@@ -144,7 +144,7 @@ MOET_DEVICE Parts part_shared_memory(const StageParams& p, u32 segments) {
   parts.barriers = reinterpret_cast<u64*>(parts.ahead + warps);
   r.warp_totals = parts.barriers + warps * p.depth;
   r.counts = reinterpret_cast<u32*>(r.warp_totals + warps);
-  r.columns = reinterpret_cast<u16*>(r.counts + p.experts);
+  r.columns = r.counts + p.experts;
   return parts;
 }
 
@@ -154,11 +154,11 @@ MOET_DEVICE void finish_task(const Stage& s, const Task& task, const float* sums
   const u32 packed = s.routing.entries[task.entry].columns;
   const u32 left = (packed & 0xFFFF) - task.pass * kColumns;
   const u32 columns = left < kColumns ? left : kColumns;
-  const u16* routings = s.routing.columns + (packed >> 16) + task.pass * kColumns;
+  const u32* routings = s.routing.columns + (packed >> 16) + task.pass * kColumns;
   const u32 jobs = Kind::chunks(pairs_of(s, task)) * columns;
   for (u32 job = threadIdx.x >> 5; job < jobs; job += warps) {
     const u32 chunk = job / columns, column = job - chunk * columns;
-    Kind::template finish<Act>(s, task, chunk, column, routings[column], sums);
+    Kind::template finish<Act>(s, task, chunk, column, routings[column] & 0xFFFF, sums);
   }
 }
 
@@ -179,7 +179,8 @@ MOET_DEVICE void run_stage(const StageParams& p) {
   barriers_ready();
 
   const Totals totals = route(p, parts.routing, units);
-  const Stage s = {p, parts.routing, totals.entries, units, groups, segments, groups * kGroupBytes};
+  const Stage s = {p,        parts.routing, totals.entries,           units,
+                   groups,   segments,      0xFFFF / segments + 1,    groups * kGroupBytes};
   // This block's share; the first blocks take one more where it does not come out even.
   const u32 share = totals.cost / gridDim.x, extra = totals.cost % gridDim.x;
   const u32 begin = blockIdx.x * share + (blockIdx.x < extra ? blockIdx.x : extra);
@@ -196,9 +197,10 @@ MOET_DEVICE void run_stage(const StageParams& p) {
 
   for (; task.cost < end; advance(s, task)) {
     float* sums = parts.sums + (task.cost & (p.sum_buffers - 1)) * parts.sums_size;
+    const Columns columns = find_columns<Act>(s, task);
     const u32 items = pairs_of(s, task) * segments;
     for (u32 item = warp; item < items; item += warps)
-      dot_item<Act>(s, task, ring, item % segments, sums + item * kItemSums);
+      dot_item<Act>(s, columns, ring, item - segments * pair_of(s, item), sums + item * kItemSums);
     __syncthreads();
     finish_task<Act, Kind>(s, task, sums);
     // With two buffers, the barrier of the next task is what makes this one's buffer free.

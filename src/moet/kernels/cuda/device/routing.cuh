@@ -13,7 +13,7 @@ struct Entry {
 // All in shared memory.
 struct Routing {
   Entry* entries;
-  u16* columns;  // [routings]
+  u32* columns;  // [routings]: row of `in` << 16 | routing
   u32* counts;
   u64* warp_totals;  // [33]
 };
@@ -84,7 +84,7 @@ MOET_DEVICE Totals route(const StageParams& p, const Routing& r, u32 units) {
   __syncthreads();
   for (u32 i = threadIdx.x; i < p.routings; i += blockDim.x)
     if (const int e = expert(i); e >= 0)
-      r.columns[atomicAdd(&r.counts[e], 1u)] = static_cast<u16>(i);
+      r.columns[atomicAdd(&r.counts[e], 1u)] = i / p.in_divisor << 16 | i;
   __syncthreads();
   return {counter(total, 0), counter(total, 2) * units};
 }

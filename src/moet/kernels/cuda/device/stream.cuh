@@ -16,6 +16,7 @@ struct Stage {
   u32 units;        // of an expert
   u32 groups;       // of K
   u32 segments;     // of K
+  u32 inverse;      // of segments, times 2^16, rounded up
   u32 strip_bytes;
 };
 
@@ -32,6 +33,9 @@ MOET_DEVICE u32 pairs_of(const Stage& s, const Task& t) {
   const u32 left = s.p.pairs - t.unit * s.p.unit_pairs;
   return left < s.p.unit_pairs ? left : s.p.unit_pairs;
 }
+
+// item / segments: exact, since items are fewer than 2^16 / segments.
+MOET_DEVICE u32 pair_of(const Stage& s, u32 item) { return item * s.inverse >> 16; }
 
 MOET_DEVICE void advance(const Stage& s, Task& t) {
   ++t.cost;
@@ -56,10 +60,10 @@ MOET_DEVICE Task first_task(const Stage& s, u32 cost) {
   return unit < s.units ? Task{entry, unit, 0, at} : Task{entry + 1, 0, 0, at};
 }
 
-// What a warp reads next. In shared memory, so that the dot keeps its registers.
+// The item that a warp reads. In shared memory, so that the dot keeps its registers.
 struct Ahead {
   const u8* source;
-  u32 groups_left;  // of the item; 0: nothing is left to read
+  u32 groups;  // 0: nothing is left to read
   u32 item;
   Task task;
   u32 end;          // cost
@@ -70,6 +74,8 @@ struct Ring {
   u8* slots;
   u64* barriers;
   Ahead* ahead;
+  const u8* source;  // what is read next
+  u32 groups_left;   // of its item; 0: nothing is left to read
   u32 depth;
   u32 slot, parity;  // of the next slot to be used
 };
@@ -85,10 +91,10 @@ MOET_DEVICE void find_item(const Stage& s, Ahead& a) {
     advance(s, a.task);
     a.item = threadIdx.x >> 5;
   }
-  a.groups_left = 0;
+  a.groups = 0;
   if (a.task.cost >= a.end) return;
-  const u32 pair = a.item / s.segments, segment = a.item - pair * s.segments;
-  a.groups_left = item_groups(s, segment);
+  const u32 pair = pair_of(s, a.item), segment = a.item - pair * s.segments;
+  a.groups = item_groups(s, segment);
   const u64 strip = 2 * static_cast<u64>(a.task.unit * s.p.unit_pairs + pair);
   a.source = reinterpret_cast<const u8*>(s.routing.entries[a.task.entry].record) + s.p.section +
              strip * s.strip_bytes + segment * (kSegmentBlocks / kGroupBlocks * kGroupBytes);
@@ -96,24 +102,27 @@ MOET_DEVICE void find_item(const Stage& s, Ahead& a) {
 
 MOET_DEVICE u32 slot_groups(u32 left) { return left < kSlotGroups ? left : kSlotGroups; }
 
-// Starts reading the next groups, if there are any, into the slot.
-MOET_DEVICE void read_ahead(const Stage& s, const Ring& r, u32 slot) {
-  const u32 left = r.ahead->groups_left;
-  if (left == 0) return;
-  const u32 groups = slot_groups(left), bytes = groups * kGroupBytes;
-  copy_pair(r.slots + slot * kSlotBytes, kSlotGroups * kGroupBytes, r.ahead->source, s.strip_bytes,
-            bytes, r.barriers + slot);
-  __syncwarp();
+// All lanes: the warp's next item, found by one of them.
+MOET_DEVICE void next_item(const Stage& s, Ring& r) {
   if ((threadIdx.x & 31) == 0) {
-    Ahead& a = *r.ahead;
-    a.source += bytes;
-    a.groups_left -= groups;
-    if (a.groups_left == 0) {
-      a.item += blockDim.x >> 5;
-      find_item(s, a);
-    }
+    r.ahead->item += blockDim.x >> 5;
+    find_item(s, *r.ahead);
   }
   __syncwarp();
+  r.source = r.ahead->source;
+  r.groups_left = r.ahead->groups;
+  __syncwarp();
+}
+
+// Starts reading the next groups, if there are any, into the slot.
+MOET_DEVICE void read_ahead(const Stage& s, Ring& r, u32 slot) {
+  if (r.groups_left == 0) return;
+  const u32 groups = slot_groups(r.groups_left), bytes = groups * kGroupBytes;
+  copy_pair(r.slots + slot * kSlotBytes, kSlotGroups * kGroupBytes, r.source, s.strip_bytes, bytes,
+            r.barriers + slot);
+  r.source += bytes;
+  r.groups_left -= groups;
+  if (r.groups_left == 0) next_item(s, r);
 }
 
 MOET_DEVICE const u8* wait_for_slot(const Ring& r) {
@@ -133,10 +142,8 @@ MOET_DEVICE void release_slot(const Stage& s, Ring& r) {
 
 MOET_DEVICE void start_ring(const Stage& s, Ring& r, const Task& first, u32 end) {
   r.slot = r.parity = 0;
-  if ((threadIdx.x & 31) == 0) {
-    *r.ahead = {nullptr, 0, threadIdx.x >> 5, first, end};
-    find_item(s, *r.ahead);
-  }
-  __syncwarp();
+  if ((threadIdx.x & 31) == 0)
+    *r.ahead = {nullptr, 0, (threadIdx.x >> 5) - (blockDim.x >> 5), first, end};
+  next_item(s, r);
   for (u32 slot = 0; slot < r.depth; ++slot) read_ahead(s, r, slot);
 }
