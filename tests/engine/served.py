@@ -105,13 +105,6 @@ class Served:
         (rank,) = Page.open(self.files.page).ranks()
         return rank.pid
 
-    @property
-    def engine(self) -> int:
-        """vLLM's engine core: the parent of the worker."""
-        stat = processes.read_stat(self.worker)
-        assert stat is not None
-        return stat.parent
-
     def said(self) -> str:
         """stderr so far."""
         return self.errors.read_text()

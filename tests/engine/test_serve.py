@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ def test_a_killed_engine_ends_requests_and_server(
         whole = InFlight(server, stream=False)
         time.sleep(0.3)
         began = time.monotonic()
-        os.kill(server.engine, signal.SIGKILL)
+        os.kill(server.worker, signal.SIGKILL)
         assert "the engine has died" in stream.error(10)
         assert "the engine has died" in whole.error(10)
         assert (stream.status, whole.status) == (200, 503)
@@ -164,16 +164,28 @@ def test_a_killed_engine_ends_requests_and_server(
         server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("victim", ["worker", "engine"])
+def stops(server: Served, places: Places) -> None:
+    """The process that computes is stopped."""
+    os.kill(server.worker, signal.SIGSTOP)
+
+
+def sticks(server: Served, places: Places) -> None:
+    """One thread of the pool never comes back; the process lives."""
+    (places.root / "stick").touch()
+
+
+@pytest.mark.parametrize("trouble", [stops, sticks])
 def test_an_engine_that_stands_still_is_found_out(
-    places: Places, folder: Path, victim: str
+    places: Places, folder: Path, trouble: Callable[[Served, Places], None]
 ) -> None:
+    plugin = {"PYTHONPATH": str(Path(__file__).parent / "faults")}
+    places = Places(places.root, {**plugin, "FAULT_FILE": str(places.root / "stick")})
     with serving(places, folder) as server:
         time.sleep(8)  # longer than the limit: an idle engine is not a dead one
         assert server.health[-1] == 200
         stream = InFlight(server, stream=True)
         assert stream.has_begun.wait(60)
-        os.kill(getattr(server, victim), signal.SIGSTOP)
+        trouble(server, places)
         began = time.monotonic()
         assert "has stood still" in stream.error(30)
         assert time.monotonic() - began < 15

@@ -82,12 +82,21 @@ def test_compiled_on_request(folder: Path, machine: Machine) -> None:
     assert "--enforce-eager" not in plan.arguments
 
 
-def test_workers_share_the_cores_of_one_node(folder: Path, machine: Machine) -> None:
+def test_one_worker_lives_with_the_engine_core(folder: Path, machine: Machine) -> None:
+    plan = serveplan.make(request(folder), machine, Settings())
+    assert words(plan.arguments)["--distributed-executor-backend"] == "uni"
+    assert plan.environ["OMP_NUM_THREADS"] == "3"
+    assert plan.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_several_workers_share_the_cores_of_one_node(folder: Path, machine: Machine) -> None:
     plan = serveplan.make(request(folder, "--tensor-parallel-size", "2"), machine, Settings())
-    assert plan.environ == {"VLLM_CPU_OMP_THREADS_BIND": "0,1|2,3"}
-    assert serveplan.make(request(folder), machine, Settings()).environ == {}
+    assert plan.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    assert "--distributed-executor-backend" not in plan.arguments
     few = replace(machine, cpu=replace(machine.cpu, cores=(5,)))
-    assert serveplan.thread_binding(few, 2) == {"VLLM_CPU_OMP_THREADS_BIND": "5|5"}
+    assert serveplan.engine_environ(few, 2)["VLLM_CPU_OMP_THREADS_BIND"] == "5|5"
+    nodes = replace(machine, cpu=replace(machine.cpu, numa_nodes=2))
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in serveplan.engine_environ(nodes, 2)
 
 
 # --- refusals

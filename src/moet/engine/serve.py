@@ -52,7 +52,6 @@ def child_environ(plan: ServePlan, files: runfiles.RunFiles, *, verbose: bool) -
     """
     cache = env.read().cache_dir.expanduser()
     ours = env.child_environ(
-        **plan.environ if "VLLM_CPU_OMP_THREADS_BIND" not in env.child_environ() else {},
         MOET_HEARTBEAT=str(files.page),
         MOET_API_KEY=plan.api_key,
         HF_HUB_OFFLINE="1",
@@ -64,6 +63,7 @@ def child_environ(plan: ServePlan, files: runfiles.RunFiles, *, verbose: bool) -
     )
     return env.with_defaults(
         ours,
+        **plan.environ,
         TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"),
         VLLM_ENGINE_READY_TIMEOUT_S=READY_TIMEOUT,
         VLLM_LOGGING_LEVEL="INFO" if verbose else "WARNING",

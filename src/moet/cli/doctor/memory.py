@@ -10,7 +10,7 @@ from moet.base.report import Finding, Level
 from moet.base.units import format_bytes
 from moet.machine import Memory
 
-DEMO_BYTES = 2_500 << 20  # the engine with moet-tiny, measured
+DEMO_BYTES = 1_600 << 20  # the engine with moet-tiny, measured
 SHM_BYTES = 512 << 20
 DISK_BYTES = 1 << 30
 
