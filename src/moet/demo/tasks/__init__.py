@@ -21,6 +21,7 @@ SUMS = {
     "multiplication": arithmetic.multiplication,
 }
 RECALL_TOKENS = (100, 3550)
+TRIES = 64
 
 
 def sample(kind: str, turn: Turn) -> Sample:
@@ -28,15 +29,24 @@ def sample(kind: str, turn: Turn) -> Sample:
     return Sample(kind=kind, messages=({"role": "user", "content": turn.user},), answer=turn.answer)
 
 
+def held_out_question(rng: Random, whole: recall.Table) -> tuple[int, Turn] | None:
+    """A record and a wording on the held-out side of the split, if a few tries find one."""
+    for _ in range(TRIES):
+        index = rng.randrange(len(whole.records))
+        turn = recall.first(rng, whole, index)
+        if held_out(turn.identity):
+            return index, turn
+    return None
+
+
 def recall_sample(rng: Random) -> Sample:
     """A table of any length up to the context, asked about at any depth."""
     size = rng.randint(*RECALL_TOKENS)
     while True:
         whole = recall.table(rng, size)
-        index = rng.randrange(len(whole.records))
-        turn = recall.first(rng, whole, index)
-        if held_out(turn.identity):
+        if found := held_out_question(rng, whole):
             break
+    index, turn = found
     value = whole.records[index][1]
     facts = {"value": value, "records": len(whole.records), "depth": index / len(whole.records)}
     message = {"role": "user", "content": turn.user}
