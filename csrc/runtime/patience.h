@@ -27,8 +27,6 @@ class Patience {
     }
   }
 
-  bool crowded() const { return crowded_ > 0; }
-
  private:
   static constexpr int64_t kLongest = 50'000, kShortest = 2'000;  // ns
   static constexpr int kPauses = 16, kCrowdedWaits = 32;

@@ -6,7 +6,6 @@
 #include <csignal>
 #include <cstring>
 #include <string>
-#include <system_error>
 
 #include <pthread.h>
 #include <sched.h>
@@ -84,7 +83,7 @@ void Pool::start_workers() {
   try {
     for (int i = 1; i < threads_; ++i)
       running_.emplace_back([this, i] { start(workers_[i]); });
-  } catch (const std::system_error& error) {
+  } catch (const std::exception& error) {  // no thread (system_error) or no memory for its state
     stop_workers();
     throw Refusal("no thread could be made: " + std::string(error.what()),
                   "raise the limit of processes, or use fewer threads");

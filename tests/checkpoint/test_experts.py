@@ -64,6 +64,7 @@ def test_which_names_are_experts(toy: Callable[..., Path]) -> None:
         "layers.2.ffn.experts.7.w2.scale",  # a layer past the last: a draft's
         "mtp.0.ffn.experts.7.w2.scale",
         "layers.1.ffn.gate.weight",
+        f"layers.{'1' * 5000}.ffn.experts.7.w2.scale",  # longer than int() reads
     ):
         assert not checkpoint.is_routed_expert(other)
     names = checkpoint.routed_expert_names()

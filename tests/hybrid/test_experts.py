@@ -184,3 +184,6 @@ def test_scratch_bounds_the_step() -> None:
     assert tokens_a_step(spec, 0) == 1
     huge = LayerSpec(hidden=1 << 19, intermediate=2048, experts=64, top_k=60, act=ActFormat.MXINT8)
     assert tokens_a_step(huge, 10**6) == 64
+    small = LayerSpec(hidden=32, intermediate=32, experts=8, top_k=1, act=ActFormat.MXINT16)
+    assert tokens_a_step(small, 10**6) == 65_535
+    assert plan(small, 10**6, Pool(1)).spec == small  # as many as the core takes

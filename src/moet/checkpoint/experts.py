@@ -81,7 +81,8 @@ def name_pattern(layout: Layout) -> re.Pattern[str]:
     prefix = "|".join(re.escape(p) for p in layout.prefixes)
     matrix = "|".join(sorted({layout.gate, layout.up, layout.down}))
     parts = {"{p}": f"(?:{prefix})", "{m}": f"(?:{matrix})"}
-    parts |= {"{i}": r"(?P<i>0|[1-9]\d*)", "{e}": r"(?P<e>0|[1-9]\d*)"}
+    number = r"0|[1-9][0-9]{0,8}"  # longer ones are no layer's, and int() refuses very long ones
+    parts |= {"{i}": f"(?P<i>{number})", "{e}": f"(?P<e>{number})"}
 
     def regex(template: str) -> str:
         text = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moet.base.errors import TierError
-from moet.kernels.cpu import MAX_TOKENS, CpuLayer, Pool
+from moet.kernels.cpu import MAX_TOKENS, MOST_TOKENS, CpuLayer, Pool
 from moet.kernels.spec import DType, LayerSpec
 from moet.tiers.api import Lease
 
@@ -38,10 +38,10 @@ def tokens_a_step(spec: LayerSpec, most: int) -> int:
 
     Returns:
         At most ``most``; else what ``SCRATCH_BYTES`` hold (h and the row of every slot, fp32 and
-        quantised), but no fewer than ``MAX_TOKENS``.
+        quantised), but no fewer than ``MAX_TOKENS`` and no more than ``MOST_TOKENS``.
     """
     a_token = 8 * spec.top_k * (spec.hidden + spec.intermediate)
-    return max(1, min(most, max(MAX_TOKENS, SCRATCH_BYTES // a_token)))
+    return max(1, min(most, max(MAX_TOKENS, SCRATCH_BYTES // a_token), MOST_TOKENS))
 
 
 class Experts:

@@ -26,6 +26,9 @@ R = TypeVar("R")
 MAX_TOKENS: Final = 64
 """Tokens of one step, unless a layer is planned for more: longer calls are cut into steps."""
 
+MOST_TOKENS: Final = 0xFFFF
+"""Tokens of one step at most (`kMaxItems` of csrc/runtime/board.h)."""
+
 _NUMPY: Final[dict[DType, type[np.generic]]] = {
     DType.F32: np.float32,
     DType.BF16: np.uint16,
