@@ -1,6 +1,5 @@
 #include "exam.h"
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -14,7 +13,7 @@ class ExamJob final : public Job {
  public:
   ExamJob(Pool& pool, int slots, int items, int spin, int throw_at)
       : slots_(slots), items_(items), spin_(spin), throw_at_(throw_at), slots_left_(slots),
-        left_(new std::atomic<int>[slots]), done_(size_t(slots) * 2 * items),
+        left_(new std::atomic<int>[slots]), first_done_(slots), done_(size_t(slots) * 2 * items),
         by_worker_(pool.threads()), mxcsr_(pool.threads()) {}
 
   int slots() const override { return slots_; }
@@ -31,7 +30,8 @@ class ExamJob final : public Job {
     done_[index(claim)].fetch_add(1);
     by_worker_[worker].fetch_add(1);
     mxcsr_[worker].store(read_mxcsr());
-    if (claim.phase == 1 && phase_0_missing(claim.slot)) early_.store(true);
+    if (claim.phase == 0) first_done_[claim.slot].fetch_add(1);
+    if (claim.phase == 1 && first_done_[claim.slot].load() != items_) early_.store(true);
     for (int i = 0; i < spin_; ++i) asm volatile("" ::: "memory");
     if (claim.phase == 0 && claim.slot * items_ + int(claim.item) == throw_at_)
       throw std::runtime_error("item " + std::to_string(throw_at_) + " failed on purpose");
@@ -58,16 +58,11 @@ class ExamJob final : public Job {
     pool.publish(slot, phase, uint32_t(items_));
   }
 
-  bool phase_0_missing(int slot) const {
-    const auto first = done_.begin() + size_t(slot) * 2 * items_;
-    return std::any_of(first, first + items_, [](const std::atomic<int>& n) { return n == 0; });
-  }
-
   const int slots_, items_, spin_, throw_at_;
   std::atomic<int> slots_left_;
   std::atomic<bool> early_{false};
   std::unique_ptr<std::atomic<int>[]> left_;
-  std::vector<std::atomic<int>> done_, by_worker_;
+  std::vector<std::atomic<int>> first_done_, done_, by_worker_;
   std::vector<std::atomic<uint32_t>> mxcsr_;
 };
 
