@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -240,3 +241,13 @@ def test_default_threads_fit_the_machine() -> None:
 def test_exams_refuse_workers_that_are_not_there() -> None:
     with pytest.raises(_core.Refusal, match="no worker 2"):
         _core.exam_stall(Pool(2, CPUS).core, 2, 1)
+
+
+def test_workers_take_no_signals_but_their_own_faults() -> None:
+    pool = Pool(2, CPUS)
+    status = task(pool.core.thread_ids[0], "status")
+    blocked = int(next(s for s in status.splitlines() if s.startswith("SigBlk:")).split()[1], 16)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM):
+        assert blocked >> (number - 1) & 1
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT):
+        assert not blocked >> (number - 1) & 1
