@@ -25,7 +25,6 @@ class Layer {
   // Runs the layer. Everything is checked before anything is computed. Allocates nothing.
   void run(const Call& call);
 
-  const LayerShape& shape() const { return shape_; }
   const char* ran_isa() const { return step_.ran_isa(); }
   size_t record_bytes() const;
   size_t workspace_bytes() const { return step_.workspace_bytes(); }

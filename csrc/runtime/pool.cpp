@@ -35,13 +35,14 @@ int pin_to(int cpu) {
   return pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 
-// Blocks every signal while threads are made: they inherit that, and the engine's handlers stay in
-// the engine's own threads.
+// Blocks signals while threads are made: they inherit that, and the engine's handlers stay in the
+// engine's own threads. Not those that a thread causes itself: a crash report must name it.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
     sigset_t all;
     sigfillset(&all);
+    for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, own);
     pthread_sigmask(SIG_SETMASK, &all, &saved_);
   }
   ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
