@@ -35,7 +35,11 @@ stamp() {  # changes when anything that the environment is built from changes
 [[ "$(uname -s)-$(uname -m)" == Linux-x86_64 ]] \
   || die "moet runs on Linux x86-64; this is $(uname -sm)" "use a Linux machine or WSL2"
 want="$(stamp)"
-[[ "$(cat .venv/moet.stamp 2>/dev/null || true)" != "$want" ]] || exit 0
+fresh() { [[ "$(cat .venv/moet.stamp 2>/dev/null || true)" == "$want" ]]; }
+if fresh; then exit 0; fi
+exec 9<"$0"
+flock 9  # a second terminal waits here for the first one's set-up
+if fresh; then exit 0; fi
 command -v c++ >/dev/null || die "no C++ compiler" "install g++ 11 or newer (Debian, Ubuntu: apt install g++)"
 
 start=$SECONDS
@@ -45,7 +49,7 @@ if [[ ! -x .venv/bin/python ]]; then
   "$python" -m venv .venv || die "cannot make a virtual environment" "Debian, Ubuntu: apt install python3-venv"
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
-"${pip[@]}" install --quiet "uv>=$UV" 2>/dev/null || die "cannot install uv" "is the package index reachable?"
+"${pip[@]}" install --quiet "uv>=$UV" || die "cannot install uv" "is the package index reachable?"
 
 if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__ != '$TORCH')" 2>/dev/null; then
   # pip looks where this machine's pip is set up to look; PyTorch's own index is the fallback.

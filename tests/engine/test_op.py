@@ -133,3 +133,18 @@ def test_bad_ids_are_an_error(layer: LiveLayer) -> None:
     with pytest.raises(KernelError, match="7"):
         routed(x, weights, ids)
     assert layer.calls == 1
+
+
+@pytest.mark.parametrize("wrong", ["hidden", "slots", "ids", "type"])
+def test_a_call_of_another_shape_is_refused(layer: LiveLayer, wrong: str) -> None:
+    x, weights, ids = call(3, torch.bfloat16)
+    given = {
+        "hidden": (x[:, :64], weights, ids),
+        "slots": (x, weights[:, :2], ids[:, :2]),
+        "ids": (x, weights, ids[:2]),
+        "type": (x.double(), weights, ids),
+    }[wrong]
+    before = layer.calls
+    with pytest.raises(EngineError, match="it is made for"):
+        routed(*given)
+    assert layer.calls == before

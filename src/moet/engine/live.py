@@ -14,11 +14,13 @@ from typing import Any, Protocol
 from moet.base import log
 from moet.base.errors import EngineError
 from moet.engine.tell import telling
-from moet.kernels.spec import DType
+from moet.kernels.spec import DType, LayerSpec
 
 
 class Runnable(Protocol):
     """What computes one layer: ``hybrid.experts.Experts`` or ``hybrid.reference``."""
+
+    spec: LayerSpec
 
     def run(self, *, x: int, dtype: DType, tokens: int, weights: int, ids: int, out: int) -> None:
         """See ``hybrid.experts.Experts.run``."""

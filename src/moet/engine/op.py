@@ -37,6 +37,20 @@ def attach(key: str, layer: LiveLayer) -> None:
     _LAYERS[key] = layer
 
 
+def _require_shapes(live: LiveLayer, x: Any, weights: Any, ids: Any) -> None:
+    """Raw addresses follow: what an engine pads or trims must end here, not in foreign memory."""
+    spec = live.experts.spec
+    routed = (x.shape[0], spec.top_k)
+    given = [(tuple(t.shape), t.device.type) for t in (x, weights, ids)]
+    wanted = [(shape, "cpu") for shape in ((x.shape[0], spec.hidden), routed, routed)]
+    if given != wanted or x.dtype not in DTYPES:
+        raise EngineError(
+            f"{live.name} got x {given[0]} {x.dtype}, weights {given[1]}, ids {given[2]}; "
+            f"it is made for {wanted[0]}, {wanted[1]}, {wanted[2]} in float32, bfloat16 or float16",
+            hint="this version of the engine shapes its calls in a way that moet does not cover",
+        )
+
+
 def _routed_experts(x: Any, weights: Any, ids: Any, layer: str) -> Any:
     """x [T, H], weights fp32 [T, K], ids int32 [T, K] -> the combined output [T, H] in x's type."""
     live = _LAYERS.get(layer)
@@ -45,6 +59,7 @@ def _routed_experts(x: Any, weights: Any, ids: Any, layer: str) -> Any:
             f"{layer} runs before moet has loaded its experts",
             hint="this is a fault of moet; please report it with the start-up log",
         )
+    _require_shapes(live, x, weights, ids)
     x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
     out = torch.empty_like(x)
     try:
