@@ -134,7 +134,7 @@ def test_what_a_killed_server_left_is_removed_at_the_next_start(shared_before: s
     assert owner.stdout is not None
     assert owner.stdout.readline() == "up\n"
     (left,) = runfiles.servers()
-    assert left.record.is_live
+    assert left.is_live
     orphans = left.processes()
     owner.kill()
     owner.wait()

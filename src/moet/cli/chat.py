@@ -71,7 +71,7 @@ def connected(url: str, model: str) -> Iterator[Client]:
     from moet.engine import runfiles
 
     key = env.read().api_key
-    running = runfiles.running() if not model else []
+    running = runfiles.running() if not (model or url) else []
     if url or running:
         yield Client(url or running[0].url, key)
         return

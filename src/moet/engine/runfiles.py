@@ -5,15 +5,21 @@ In it are the heartbeat page, the engine's sockets and ``server.json``. It lies 
 manager's runtime directory, else /dev/shm): a heartbeat must never wait for a disk. Every process
 of the server carries the page's path in its environment; that is how orphans are known, whoever
 their parent is now.
+
+The supervisor holds a lock on a file in its directory for life: a server whose lock can be taken is
+dead. That is true across containers that share the directory, where pids mean nothing. Nothing is
+read, and nothing removed, that others than this user could have written.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Iterable
@@ -28,6 +34,9 @@ from moet.machine.processes import Process
 
 SHM = Path("/dev/shm")
 RECORD = "server.json"
+LOCK = "lock"
+HALF_MADE_SECONDS = 60.0  # a directory without a whole record, older than this, is left over
+KILL_SECONDS = 30.0  # for the kernel to end processes that were killed
 TRACKER = "multiprocessing.resource_tracker"  # unlinks shared memory when all others are gone
 TRACKER_SECONDS = 3.0
 
@@ -44,7 +53,7 @@ class Record:
         url: where it answers.
         ready: whether it has answered a first request.
         scratch: its directory for temporary files.
-        shared_memory: names under /dev/shm that its processes made.
+        shared_memory: names under /dev/shm that its processes made, and their inodes.
     """
 
     pid: int
@@ -54,17 +63,7 @@ class Record:
     url: str = ""
     ready: bool = False
     scratch: str = ""
-    shared_memory: tuple[str, ...] = ()
-
-    @property
-    def supervisor(self) -> Process:
-        """The process that owns the directory."""
-        return Process(self.pid, self.started)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether that process still runs."""
-        return self.boot == processes.boot_id() and processes.is_alive(self.supervisor)
+    shared_memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,24 @@ class Swept:
 
 @dataclass
 class RunFiles:
-    """The directory of one server."""
+    """The directory of one server.
+
+    Attributes:
+        directory: where it is.
+        record: what it says.
+        lock: descriptor of the held lock; None in all processes but the supervisor.
+        before: what was in /dev/shm before the server.
+    """
 
     directory: Path
     record: Record = field(repr=False)
+    lock: int | None = None
+    before: frozenset[str] = field(default=frozenset(), repr=False)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the supervisor still runs, in this container or in another one."""
+        return _is_locked(self.directory)
 
     @property
     def page(self) -> Path:
@@ -104,42 +117,131 @@ class RunFiles:
         fresh.rename(self.directory / RECORD)
 
     def note_shared_memory(self) -> None:
-        """Records what the server's processes have in /dev/shm (its own page is not counted)."""
-        names = set(self.record.shared_memory)
+        """Records what the server's processes have made in /dev/shm (its own page is elsewhere)."""
+        names: set[str] = set()
         for process in self.processes():
             names |= processes.mapped_shared_memory(process.pid)
-        own = {name for name in names if (SHM / name).is_relative_to(self.directory.parent)}
-        self.update(shared_memory=tuple(sorted(names - own)))
+        found = {name: _own_segment(name) for name in sorted(names - self.before)}
+        made = {name: inode for name, inode in found.items() if inode is not None}
+        self.update(shared_memory=self.record.shared_memory | made)
 
     def processes(self) -> list[Process]:
         """The server's processes, the supervisor not among them."""
         found = processes.with_variable("MOET_HEARTBEAT", str(self.page))
         return [process for process in found if process.pid != os.getpid()]
 
+    def strike(self, *, trackers: bool = False) -> int:
+        """Kills what runs, once, and does not wait; returns how many that were.
+
+        Resource trackers are spared unless told: they unlink the shared memory of the others.
+        """
+        return sum(
+            processes.kill(process, signal.SIGKILL)
+            for process in self.processes()
+            if trackers or TRACKER not in processes.command_line(process.pid)
+        )
+
     def kill_processes(self) -> int:
         """Ends what still runs; returns how many were not on their way out.
 
-        Resource trackers get the time to unlink the shared memory of the others.
+        Raises:
+            EngineError: the kernel does not let some of them end (they hang in a system call).
         """
-        killed, deadline = 0, time.monotonic() + TRACKER_SECONDS
+        killed, began = 0, time.monotonic()
         while left := self.processes():
-            late = time.monotonic() > deadline
-            for process in left:
-                if late or TRACKER not in processes.command_line(process.pid):
-                    killed += processes.kill(process, signal.SIGKILL)
+            seconds = time.monotonic() - began
+            if seconds > KILL_SECONDS:
+                pids = ", ".join(str(process.pid) for process in left)
+                hint = "they hang in the kernel: look at the disk, else restart the machine"
+                raise EngineError(f"processes {pids} were killed and do not end", hint=hint)
+            killed += self.strike(trackers=seconds > TRACKER_SECONDS)
             time.sleep(0.05)
         return killed
 
     def remove(self) -> int:
         """Removes the directory and what it names; returns how many shared segments were left."""
-        left = [name for name in self.record.shared_memory if (SHM / name).exists()]
-        for name in left:
-            (SHM / name).unlink(missing_ok=True)
-        if self.record.scratch:
-            shutil.rmtree(self.record.scratch, ignore_errors=True)
+        left = sum(_unlink_segment(*entry) for entry in self._segments())
+        scratch = Path(self.record.scratch)
+        if scratch.name.startswith(f"moet-{self.directory.name}-") and _is_private(scratch):
+            shutil.rmtree(scratch, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
         _remove_if_empty(self.directory.parent)
-        return len(left)
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+        return left
+
+    def _segments(self) -> list[tuple[str, int]]:
+        """What the record names in /dev/shm; nothing of it has survived a boot."""
+        is_ours = self.record.boot == processes.boot_id()
+        return list(self.record.shared_memory.items()) if is_ours else []
+
+
+def _shared_memory() -> frozenset[str]:
+    return frozenset(os.listdir(SHM)) if SHM.is_dir() else frozenset()
+
+
+def _own_segment(name: str) -> int | None:
+    """The inode of a file of this user right in /dev/shm; None for everything else."""
+    if "/" in name or name in ("", ".", ".."):
+        return None
+    try:
+        state = (SHM / name).lstat()
+    except (OSError, ValueError):
+        return None
+    return state.st_ino if stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() else None
+
+
+def _unlink_segment(name: str, inode: int) -> bool:
+    """Unlinks a segment if it is still the one that was recorded; whether it was."""
+    if _own_segment(name) != inode:
+        return False
+    try:
+        (SHM / name).unlink()
+    except OSError as error:
+        log.get("engine").warning("%s stays: %s", SHM / name, error)
+        return False
+    return True
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a path is a directory of this user in which nobody else can write."""
+    try:
+        state = path.lstat()
+    except (OSError, ValueError):
+        return False
+    is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
+    return is_own and not state.st_mode & 0o022
+
+
+def _require_private(path: Path) -> None:
+    """Refuses what is there and is not private; a server that has just ended leaves nothing."""
+    if os.path.lexists(path) and not _is_private(path):
+        hint = "remove it, or set XDG_RUNTIME_DIR to a directory of your own"
+        raise EngineError(f"{path} is not private to this user", hint=hint)
+
+
+def _is_locked(directory: Path) -> bool:
+    """Whether a supervisor holds the lock there. Those who ask do not hinder each other."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _take_lock(directory: Path) -> int:
+    """Makes and locks the lock file of a new directory; the kernel frees it with the process."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(directory / LOCK, flags, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
 
 
 def _remove_if_empty(directory: Path) -> None:
@@ -162,12 +264,9 @@ def _private_directory(path: Path) -> None:
     """Makes a directory that only this user can enter; one that somebody else made is refused."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = path.stat(follow_symlinks=False)
     except OSError as error:
         raise EngineError(f"{path} cannot be made: {error}", hint="is the disk full?") from error
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        hint = "remove it, or set XDG_RUNTIME_DIR to a directory of your own"
-        raise EngineError(f"{path} is not private to this user", hint=hint)
+    _require_private(path)
 
 
 def create(*, model: str, url: str) -> RunFiles:
@@ -183,12 +282,18 @@ def create(*, model: str, url: str) -> RunFiles:
     name = f"{boot[:8]}-{me.pid}-{me.started}-{next(_numbers)}"
     _private_directory(base)
     _private_directory(base / name)
-    scratch = tempfile.mkdtemp(prefix=f"moet-{name}-")
-    record = Record(
-        pid=me.pid, started=me.started, boot=boot, model=model, url=url, scratch=scratch
-    )
-    files = RunFiles(base / name, record)
-    files.update()
+    try:
+        held = _take_lock(base / name)
+        scratch = tempfile.mkdtemp(prefix=f"moet-{name}-")
+        record = Record(
+            pid=me.pid, started=me.started, boot=boot, model=model, url=url, scratch=scratch
+        )
+        files = RunFiles(base / name, record, held, _shared_memory())
+        files.update()
+    except OSError as error:
+        shutil.rmtree(base / name, ignore_errors=True)
+        what = f"the files of a server cannot be made: {error}"
+        raise EngineError(what, hint="is the disk full?") from error
     return files
 
 
@@ -196,29 +301,86 @@ def _read(directory: Path) -> RunFiles | None:
     """The run files in a directory; None when they are not (or no longer, or not yet) whole."""
     try:
         raw = json.loads((directory / RECORD).read_text())
-        raw["shared_memory"] = tuple(raw["shared_memory"])
-        return RunFiles(directory, Record(**raw))
-    except (OSError, ValueError, TypeError, KeyError):
+        segments = {str(name): int(inode) for name, inode in raw.pop("shared_memory").items()}
+        return RunFiles(directory, Record(**raw, shared_memory=segments))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def servers() -> list[RunFiles]:
-    """This user's servers, running or left over, oldest first."""
+def _directories() -> list[Path]:
+    """The directories of this user's servers.
+
+    Raises:
+        EngineError: others can write there: what it says may be theirs.
+    """
     base = base_directory()
-    found = [_read(path) for path in sorted(base.iterdir())] if base.is_dir() else []
-    return sorted((f for f in found if f), key=lambda f: f.record.started)
+    _require_private(base)
+    try:
+        entries = sorted(base.iterdir())
+    except FileNotFoundError:
+        return []
+    found = [path for path in entries if path.is_dir() and not path.is_symlink()]
+    for path in found:
+        _require_private(path)
+    return found
+
+
+def servers() -> list[RunFiles]:
+    """This user's servers, running or left over, oldest first.
+
+    Raises:
+        EngineError: their directory is not private to this user.
+    """
+    found = [files for path in _directories() if (files := _read(path))]
+    return sorted(found, key=lambda files: files.record.started)
 
 
 def running() -> list[Record]:
-    """This user's servers that are ready for requests, the newest first."""
-    return [f.record for f in reversed(servers()) if f.record.ready and f.record.is_live]
+    """This user's servers that are ready for requests, the newest first.
+
+    Raises:
+        EngineError: their directory is not private to this user.
+    """
+    return [files.record for files in reversed(servers()) if files.record.ready and files.is_live]
+
+
+def left_over() -> list[RunFiles]:
+    """What killed servers have left.
+
+    Raises:
+        EngineError: their directory is not private to this user.
+    """
+    return [files for path in _directories() if (files := _dead(path))]
+
+
+def _dead(directory: Path) -> RunFiles | None:
+    """The run files of a dead server; also of one that died before its record was whole."""
+    if _is_locked(directory):
+        return None
+    if (directory / LOCK).exists() and (files := _read(directory)) is not None:
+        return files
+    try:
+        age = time.time() - directory.stat().st_mtime
+    except OSError:
+        return None
+    boot, _, rest = directory.name.partition("-")
+    owner = [int(word) for word in rest.split("-") if word.isdigit()]
+    if age < HALF_MADE_SECONDS or len(owner) != 3:  # being made right now, or not made by us
+        return None
+    if boot == processes.boot_id()[:8] and processes.is_alive(Process(owner[0], owner[1])):
+        return None
+    return RunFiles(directory, Record(pid=owner[0], started=owner[1], boot=boot))
 
 
 def sweep(candidates: Iterable[RunFiles] | None = None) -> Swept:
-    """Removes what killed servers have left: orphaned processes, shared memory, files."""
+    """Removes what killed servers have left: orphaned processes, shared memory, files.
+
+    Raises:
+        EngineError: their directory is not private to this user, or a process does not end.
+    """
     swept = Swept()
-    for files in servers() if candidates is None else candidates:
-        if not files.record.is_live:
+    for files in left_over() if candidates is None else candidates:
+        if not files.is_live:
             killed = files.kill_processes()
             swept += Swept(1, killed, files.remove())
             log.get("engine").info("removed what was left of %s", files.directory)

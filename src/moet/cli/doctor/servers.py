@@ -16,7 +16,7 @@ def findings() -> Iterator[Finding]:
     yield _demo()
     for record in runfiles.running():
         yield Finding(level=Level.INFO, topic="server", fact=f"{record.model} at {record.url}")
-    left = [files for files in runfiles.servers() if not files.record.is_live]
+    left = runfiles.left_over()
     if left:
         yield Finding(
             level=Level.WARN,
