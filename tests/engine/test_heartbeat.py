@@ -41,6 +41,15 @@ def test_the_address_outlives_the_page_object(page: Page) -> None:
     assert page.rank(4).beats == 7
 
 
+def test_odd_means_that_a_step_is_in_flight(page: Page) -> None:
+    assert not page.is_stepping
+    page.rank(5).beat()
+    page.rank(5).moved()
+    assert page.is_stepping
+    page.rank(5).beat()
+    assert (page.is_stepping, page.rank(5).beats) == (False, 4)
+
+
 def test_another_process_beats_after_this_one_forgot_it(page: Page) -> None:
     code = (
         "import sys; from moet.engine.heartbeat import Page; r = Page.open(sys.argv[1]).rank(1);"

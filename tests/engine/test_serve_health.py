@@ -65,6 +65,7 @@ def page(tmp_path: Path) -> Page:
 def beating_probe(page: Page) -> Callable[[Any], Awaitable[None]]:
     async def probe(_engine: Any) -> None:
         page.rank(0).beat()
+        page.rank(0).beat()
 
     return probe
 
@@ -94,9 +95,24 @@ def test_the_watchdog_counts_only_busy_time_without_progress() -> None:
     assert not dog.observe(2.0, busy=True, progress=1)  # moved
     assert not dog.observe(3.0, busy=True, progress=1)
     assert not dog.observe(4.0, busy=False, progress=1)  # idle
-    assert not dog.observe(5.0, busy=True, progress=1)
-    assert dog.observe(6.0, busy=True, progress=1)
+    assert dog.stood_still == 1.0
+    assert dog.observe(5.0, busy=True, progress=1)
     assert dog.stood_still == 2.0
+    assert not dog.observe(6.0, busy=False, progress=2)  # moved after all
+    assert dog.stood_still == 0.0
+
+
+def test_clients_that_give_up_do_not_hide_a_stall() -> None:
+    dog, now = Watchdog(limit=120.0), 0.0
+    for _ in range(2):
+        for _ in range(60):
+            now += 1.0
+            dog.observe(now, busy=True, progress=7)
+        for _ in range(30):
+            now += 1.0
+            dead = dog.observe(now, busy=False, progress=7)
+    assert not dead  # the very first look has nothing to measure from
+    assert dog.observe(now + 1.0, busy=True, progress=7)
 
 
 def test_time_in_which_the_watcher_itself_stood_still_does_not_count() -> None:
@@ -270,6 +286,26 @@ def test_an_engine_that_stands_still_is_dead(page: Page) -> None:
     _, client = fails(page, 0.6, lambda engine: setattr(engine, "waiting", 3))
     assert b"has stood still for 1 s with 3 requests" in client.body
     assert "MOET_STALL_SECONDS" in str(page.failure.hint if page.failure else "")
+
+
+def test_a_step_that_never_ends_is_dead_without_a_client(page: Page) -> None:
+    ended: list[bool] = []
+    state = Health(page, 0.6, on_failure=lambda: ended.append(True), probe=beating_probe(page))
+
+    async def scenario() -> None:
+        life = asyncio.create_task(state.live(FakeEngine()))
+        while not state.ready:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.2)  # idle for longer than the limit
+        assert state.failure is None
+        page.rank(1).beat()
+        async with asyncio.timeout(5.0):
+            while not ended:
+                await asyncio.sleep(0.05)
+        life.cancel()
+
+    asyncio.run(scenario())
+    assert "has stood still for 1 s with 0 requests" in str(page.failure)
 
 
 def test_a_slow_engine_that_beats_lives(page: Page) -> None:

@@ -123,7 +123,7 @@ def _tell(share: Share) -> Callable[[Progress], None]:
         nonlocal said
         if share.line:
             share.line.loading(now.done, now.total)
-            share.line.beat()
+            share.line.moved()
         if now.remaining and now.seconds - said >= LOG_SECONDS:
             said = now.seconds
             done, total = format_bytes(now.done), format_bytes(now.total)

@@ -5,7 +5,8 @@ An ASGI middleware around vLLM's API server (``--middleware moet.engine.health.R
 - ``/health`` is 503 until one real token, with a finite log-probability, has come out of the whole
   engine and moet's workers have counted steps for it.
 - From then on a watcher looks four times a second. The engine is dead when vLLM says so, or when
-  requests wait and no worker's heartbeat has moved for ``stall_seconds``.
+  there was work (a request waits, or a step is in flight) for ``stall_seconds`` in all and no
+  worker's heartbeat has moved. Requests that gave up meanwhile do not set that time back.
 - A dead engine turns ``/health`` to 503, ends every request in flight with an error, and then the
   process (``apiserver`` says how).
 """
@@ -115,7 +116,9 @@ class Health:
         if engine.errored:
             self.fail(EngineError("the engine has died", hint=LOG_HINT))
         elif self.page is not None and self._watchdog.observe(
-            time.monotonic(), busy=waiting > 0, progress=self._progress()
+            time.monotonic(),
+            busy=waiting > 0 or self.page.is_stepping,
+            progress=self._progress(),
         ):
             seconds = self._watchdog.stood_still
             message = f"the engine has stood still for {seconds:.0f} s with {waiting} requests"

@@ -51,12 +51,16 @@ class Rank:
 
     @property
     def beats(self) -> int:
-        """Steps that this worker has finished since it started."""
+        """Beginnings and ends of this worker's steps: odd while a step is in flight."""
         return int(self._words[0])
 
     def beat(self) -> None:
-        """Counts one step; for workers without a native counter."""
+        """Counts the beginning or the end of a step; for workers without a native counter."""
         self._words[0] = self._words[0] + 1
+
+    def moved(self) -> None:
+        """Counts progress that is no step: an odd count goes on to mean a step in flight."""
+        self._words[0] = self._words[0] + 2
 
     def loading(self, done: int, total: int) -> None:
         """Bytes of experts that have been read, of all that this worker reads."""
@@ -137,6 +141,11 @@ class Page:
     def beats(self) -> int:
         """The sum of all workers' counters: it moves when any worker makes progress."""
         return sum(self.rank(index).beats for index in range(MAX_RANKS))
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of any worker is in flight."""
+        return any(self.rank(index).beats & 1 for index in range(MAX_RANKS))
 
     @property
     def phase(self) -> Phase:

@@ -33,7 +33,7 @@ class LiveLayer:
     Attributes:
         name: vLLM's name of the layer.
         experts: the bound experts; computes the layer.
-        beat: counts a step for the watchdog, where ``experts`` does not.
+        beat: counts beginnings and ends of steps for the watchdog, where ``experts`` does not.
         calls: forward passes that went through here.
     """
 
@@ -45,8 +45,13 @@ class LiveLayer:
     def run(self, **raw: Any) -> None:
         """Passes raw addresses on (``Experts.run``) and counts."""
         self.calls += 1
-        self.experts.run(**raw)
-        if self.beat:
+        if self.beat is None:
+            self.experts.run(**raw)
+            return
+        self.beat()
+        try:
+            self.experts.run(**raw)
+        finally:
             self.beat()
 
 

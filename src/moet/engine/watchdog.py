@@ -6,6 +6,9 @@ from __future__ import annotations
 class Watchdog:
     """Adds up the time in which there was work and no progress.
 
+    Only progress sets the sum back. Work that goes away does not: a client that gave up on a stuck
+    engine proves nothing, and many of them one after the other would hide it for ever.
+
     Time that nobody watched does not count: when the watcher itself stood still (a suspended
     laptop, a paused container), everything else stood still too.
 
@@ -26,11 +29,14 @@ class Watchdog:
 
         Args:
             now: seconds, of a clock that never goes back.
-            busy: whether any request waits for the engine.
+            busy: whether the engine has work.
             progress: anything that changes when the engine gets on.
         """
         turn = 0.0 if self._last is None else min(now - self._last, self.longest_turn)
         moved = progress != self._progress
         self._last, self._progress = now, progress
-        self.stood_still = self.stood_still + turn if busy and not moved else 0.0
+        if moved:
+            self.stood_still = 0.0
+        elif busy:
+            self.stood_still += turn
         return self.stood_still >= self.limit
