@@ -23,6 +23,7 @@ from moet.machine import processes
 
 EXIT_DIED = 1
 EXIT_NOT_STARTED = 2
+PLANNED = ("--model", "--load-format", "--host", "--port")  # what the supervisor has decided
 LAST_WORDS_SECONDS = 1.0  # for errors to reach the clients before the process ends
 
 
@@ -49,7 +50,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """vLLM's own reading of its flags.
 
     Raises:
-        UsageError: a flag that vLLM does not know, or a value that it does not take.
+        UsageError: a flag that vLLM does not know, a value that it does not take, a second model,
+            or another value for something that the supervisor has decided and checked.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
@@ -59,7 +61,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         def error(self, message: str) -> NoReturn:
             raise UsageError(f"vLLM says: {message}", hint="moet passes flags it does not know on")
 
-    args: argparse.Namespace = make_arg_parser(Parser()).parse_args(arguments)
+    parser = make_arg_parser(Parser(allow_abbrev=False))  # "--hos" must not get past our checks
+    args: argparse.Namespace = parser.parse_args(arguments)
+    require_planned(args, arguments)
     configure_logging_from_args(args)
     try:
         validate_parsed_serve_args(args)
@@ -68,6 +72,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             f"vLLM says: {error}", hint="moet passes on what it does not know"
         ) from error
     return args
+
+
+def require_planned(args: argparse.Namespace, arguments: list[str]) -> None:
+    """Raises UsageError where vLLM read something else than the supervisor planned.
+
+    Args:
+        args: what vLLM read.
+        arguments: what it read; the supervisor's own words come first.
+    """
+    if args.model_tag is not None:
+        hint = "moet serve takes one model"
+        raise UsageError(f"unexpected argument {args.model_tag!r}", hint=hint)
+    for flag in (flag for flag in PLANNED if flag in arguments):
+        planned = arguments[arguments.index(flag) + 1]
+        read = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if str(read) != planned:
+            hint = f"moet serve has to know {flag} itself: write it out, before other flags"
+            raise UsageError(f"{flag} would be {read}, not {planned}", hint=hint)
 
 
 def serve(arguments: list[str], page: Page) -> int:
