@@ -90,7 +90,7 @@ def test_a_failure_longer_than_the_page_is_cut(page: Page) -> None:
 
 def test_the_file_is_private_and_never_shared_by_accident(page: Page) -> None:
     assert page.path.stat().st_mode & 0o077 == 0
-    with pytest.raises(FileExistsError):
+    with pytest.raises(EngineError, match=r"cannot be made: .*File exists"):
         Page.create(page.path)
 
 

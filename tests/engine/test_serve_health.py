@@ -335,6 +335,7 @@ def test_a_new_request_on_a_dead_engine_is_refused_at_once(page: Page) -> None:
 
 def test_a_server_that_stops_tells_its_requests_and_does_not_fail(page: Page) -> None:
     state, engine, client = Health(page, 60.0, probe=beating_probe(page)), FakeEngine(), Client()
+    late = Client()
 
     async def scenario() -> None:
         life = asyncio.create_task(state.live(engine))
@@ -345,8 +346,10 @@ def test_a_server_that_stops_tells_its_requests_and_does_not_fail(page: Page) ->
         engine.errored = True
         await asyncio.wait_for(flight, 5.0)
         await asyncio.wait_for(life, 5.0)
+        await state.fly(sleeping_app, HTTP, late.receive, late.send)
 
     asyncio.run(scenario())
+    assert (late.status, b"the server is stopping" in late.body) == (503, True)
     assert b"the server is stopping" in client.body
     assert state.failure is None
     assert page.failure is None

@@ -30,6 +30,7 @@ HEALTH_PATHS = ("/health", "/ping")
 TURN_SECONDS = 0.25
 FIRST_TOKEN_SECONDS = 300.0  # the least that a first step may stand still: it warms everything up
 PROBE_TOKEN = 1  # any token will do; every vocabulary has this one
+STOPPING = "the server is stopping"
 LOG_HINT = "the server's log says more"
 
 _log = log.get("engine")
@@ -70,8 +71,9 @@ class Health:
 
     async def fly(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs one request; it can be ended by ``fail``."""
-        if self.failure is not None:
-            await respond(send, 503, error_body(self.failure))
+        refusal = self.failure or (EngineError(STOPPING) if self.is_stopping else None)
+        if refusal is not None:
+            await respond(send, 503, error_body(refusal))
             return
         flight = Flight(send, self._look_for_death)
         self._flights.add(flight)
@@ -104,7 +106,7 @@ class Health:
             while not self.is_stopping:
                 await asyncio.sleep(TURN_SECONDS)
                 self.look(engine)
-            self._break_off(EngineError("the server is stopping"))
+            self._break_off(EngineError(STOPPING))
         finally:
             probe.cancel()
 

@@ -94,13 +94,21 @@ class Page:
 
     @classmethod
     def create(cls, path: Path) -> Page:
-        """Makes the file, readable by this user only, and maps it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        """Makes the file, readable by this user only, and maps it.
+
+        Raises:
+            EngineError: there is no room for it.
+        """
         try:
-            os.ftruncate(descriptor, PAGE_BYTES)
-            page = cls(path, mmap.mmap(descriptor, PAGE_BYTES))
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, PAGE_BYTES)  # a full disk is told here, not later
+                page = cls(path, mmap.mmap(descriptor, PAGE_BYTES))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            what = f"the heartbeat page {path} cannot be made: {error}"
+            raise EngineError(what, hint="is the disk full?") from error
         page._words[0] = MAGIC
         page._words[3] = os.getpid()
         return page

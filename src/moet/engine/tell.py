@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
-from moet.base import env
+from moet.base import env, log
 from moet.base.errors import MoetError
 from moet.engine.heartbeat import Page
 
@@ -21,13 +22,21 @@ def own_page() -> Page | None:
         EngineError: MOET_HEARTBEAT does not name one.
     """
     path = env.read().heartbeat
-    return Page.open(path) if path else None
+    return _page(path) if path else None
+
+
+@lru_cache(maxsize=1)  # pages stay mapped for ever: one is enough
+def _page(path: str) -> Page:
+    return Page.open(path)
 
 
 def tell(error: MoetError) -> None:
-    """Leaves an error on the page."""
-    if page := own_page():
-        page.fail(error)
+    """Leaves an error on the page. Never raises: what has happened matters more than the page."""
+    try:
+        if page := own_page():
+            page.fail(error)
+    except MoetError as other:
+        log.get("engine").warning("%s cannot be told to the supervisor: %s", error, other)
 
 
 @contextmanager
