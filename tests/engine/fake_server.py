@@ -36,9 +36,9 @@ if deed == "stubborn":
 
 page.rank(0).claim()
 page.rank(0).loading(100, 100)
-page.phase = Phase.READY
+page.phase = Phase.PROBING if deed == "hang first" else Phase.READY
 while True:
-    if deed != "hang":
+    if not deed.startswith("hang"):
         page.beat_loop()
     if deed == "die" and page.loop_beats > 10:
         page.fail(MachineError("the engine has died"))

@@ -117,6 +117,57 @@ def test_an_api_server_that_hangs_is_dead(
     assert_gone(server, members)
 
 
+def test_an_api_server_that_hangs_before_its_first_token_is_dead(
+    monkeypatch: pytest.MonkeyPatch, shared_before: set[str]
+) -> None:
+    monkeypatch.setenv("MOET_STALL_SECONDS", "0.5")
+    monkeypatch.setattr(serve, "PROBE_SECONDS", 0.7)
+    with Server(plan("hang first"), command=FAKE) as server:
+        with pytest.raises(EngineError, match="has hung for 1 s"):
+            list(server.starting())
+        members = family(server)
+    assert_gone(server, members)
+
+
+def test_an_end_without_room_for_notes_is_an_end(
+    monkeypatch: pytest.MonkeyPatch, shared_before: set[str]
+) -> None:
+    def full(_files: runfiles.RunFiles, **_changes: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with ready("serve") as server:
+        members = family(server)
+        monkeypatch.setattr(runfiles.RunFiles, "update", full)
+    assert_gone(server, members)
+
+
+def test_whatever_stops_the_polite_end_all_is_killed(
+    monkeypatch: pytest.MonkeyPatch, shared_before: set[str]
+) -> None:
+    def broken(_files: runfiles.RunFiles) -> None:
+        raise RuntimeError("unforeseen")
+
+    server = ready("serve")
+    members = family(server)
+    monkeypatch.setattr(runfiles.RunFiles, "note_shared_memory", broken)
+    with pytest.raises(RuntimeError, match="unforeseen"):
+        server.stop()
+    assert_gone(server, members)
+
+
+def test_a_page_that_cannot_be_made_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(EngineError, match=r"heartbeat page .* cannot be made: .*No space left"):
+        Server(plan("serve"), command=FAKE)
+    assert list((tmp_path / "run").iterdir()) == []
+    assert runfiles.left_over() == []
+
+
 def test_a_stopped_process_can_be_ended(shared_before: set[str]) -> None:
     with ready("serve") as server:
         members = family(server)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,10 +99,10 @@ def own_server(model: str) -> Iterator[tuple[str, str]]:
             wait_until_ready(server, stopper)
             if stopper.asked:
                 raise KeyboardInterrupt
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            stopper.leave()
             yield plan.url, key
         finally:
-            stopper.hard = server.kill
+            stopper.hard = server.strike
             stopper.listen()  # from here a ctrl-C must not tear the clean-up apart
 
 

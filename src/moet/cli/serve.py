@@ -71,7 +71,7 @@ def run(plan: ServePlan, *, verbose: bool, json: bool) -> int:
     stopper = Stopper()
     stopper.listen()
     with Server(plan, verbose=verbose) as server:
-        stopper.hard = server.kill
+        stopper.hard = server.strike
         _tell_swept(server)
         seconds = wait_until_ready(server, stopper)
         if not stopper.asked:
@@ -81,8 +81,9 @@ def run(plan: ServePlan, *, verbose: bool, json: bool) -> int:
                 if stopper.asked:
                     break
         except EngineError as error:
-            console.show_error(error)
-            return 1
+            if not stopper.asked:  # else it has only ended as it was told
+                console.show_error(error)
+                return 1
         console.say("stopping")
     return 130 if stopper.count > 1 else 0
 

@@ -30,6 +30,19 @@ class Stopper:
         for number in SIGNALS:
             signal.signal(number, self._take)
 
+    def leave(self) -> None:
+        """Gives ctrl-C back to Python; the other signals unwind the program, once.
+
+        For a command that works with a server of its own: leaving its block ends the server.
+        """
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in SIGNALS[1:]:
+            signal.signal(number, self._unwind)
+
+    def _unwind(self, number: int, _frame: FrameType | None) -> None:
+        self.listen()  # nothing may tear the clean-up apart that follows
+        raise SystemExit(128 + number)
+
     def _take(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
         if self.count > 1:

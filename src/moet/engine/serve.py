@@ -9,6 +9,7 @@ environment, by which they are found.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from moet.base import env
+from moet.base import env, log
 from moet.base.errors import EngineError
 from moet.engine import runfiles
 from moet.engine.heartbeat import Page, Phase
@@ -27,6 +28,7 @@ from moet.engine.serveplan import ServePlan
 from moet.engine.watchdog import Watchdog
 
 TURN_SECONDS = 0.1
+PROBE_SECONDS = 300.0  # the least that the API server's loop may stand still before it is ready
 STOP_SECONDS = 10.0  # for vLLM to end by itself
 TELL_SECONDS = 0.5  # for requests in flight to be told that the server stops
 LOGS_KEPT = 5
@@ -80,10 +82,14 @@ def open_log(files: runfiles.RunFiles) -> tuple[Path, IO[bytes]]:
         for old in sorted(folder.glob("serve-*.log"), key=_age)[: -(LOGS_KEPT - 1) or None]:
             old.unlink(missing_ok=True)
         path = folder / files.log_name
-        return path, path.open("wb")
+        return path, open(path, "wb", opener=_for_this_user)  # it may hold prompts
     except OSError as error:
         hint = "set MOET_CACHE_DIR to a directory that can be written"
         raise EngineError(f"no log can be written in {folder}: {error}", hint=hint) from error
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _age(path: Path) -> float:
@@ -108,10 +114,14 @@ class Server:
         self.plan = plan
         self.swept = runfiles.sweep()
         self.files = runfiles.create(model=plan.name, url=plan.url)
-        self.page = Page.create(self.files.page)
         self.log: Path | None = None
-        self._watchdog = Watchdog(env.read().stall_seconds)
-        self._child = self._start([*command, *plan.arguments], verbose)
+        try:
+            self.page = Page.create(self.files.page)
+            self._stall_seconds = env.read().stall_seconds
+            self._child = self._start([*command, *plan.arguments], verbose)
+        except BaseException:
+            self.files.remove()
+            raise
 
     def _start(self, command: list[str], verbose: bool) -> subprocess.Popen[bytes]:
         output: IO[bytes] | int = sys.stderr.fileno() if verbose else subprocess.DEVNULL
@@ -126,9 +136,6 @@ class Server:
                 stderr=output,
                 start_new_session=True,
             )
-        except BaseException:
-            self.files.remove()
-            raise
         finally:
             if not isinstance(output, int):
                 output.close()
@@ -146,6 +153,7 @@ class Server:
 
     def starting(self) -> Iterator[Status]:
         """Looks until the first token is out. Raises EngineError when that does not happen."""
+        watchdog = Watchdog(max(self._stall_seconds, PROBE_SECONDS))
         while True:
             status = self.status
             yield status
@@ -153,23 +161,28 @@ class Server:
                 break
             if status.phase is Phase.FAILED or not status.alive:
                 raise self.why_not("the server did not start")
+            self._watch_loop(watchdog, runs=status.phase is Phase.PROBING)
             time.sleep(TURN_SECONDS)
         self.files.note_shared_memory()
         self.files.update(ready=True)
 
     def serving(self) -> Iterator[Status]:
         """Looks for as long as all is well. Raises EngineError when it is not any more."""
+        watchdog = Watchdog(self._stall_seconds)
         while True:
             status = self.status
             if status.phase is Phase.FAILED or not status.alive:
                 self._wait(STOP_SECONDS)
                 raise self.why_not("the server has ended")
-            loop = self.page.loop_beats
-            if self._watchdog.observe(time.monotonic(), busy=True, progress=loop):
-                seconds = self._watchdog.stood_still
-                raise EngineError(f"the API server has hung for {seconds:.0f} s", hint=self._hint)
+            self._watch_loop(watchdog, runs=True)
             yield status
             time.sleep(TURN_SECONDS)
+
+    def _watch_loop(self, watchdog: Watchdog, *, runs: bool) -> None:
+        """Raises EngineError when the API server's event loop should run and does not."""
+        if watchdog.observe(time.monotonic(), busy=runs, progress=self.page.loop_beats):
+            seconds = watchdog.stood_still
+            raise EngineError(f"the API server has hung for {seconds:.0f} s", hint=self._hint)
 
     @property
     def _hint(self) -> str:
@@ -193,21 +206,44 @@ class Server:
         return True
 
     def stop(self) -> None:
-        """Ends the server: politely, then not. Bounded in time; nothing is left."""
-        if self._child.poll() is None and self.page.phase is not Phase.FAILED:
-            ready = self.page.phase is Phase.READY
+        """Ends the server: politely, then not. Bounded in time; nothing is left.
+
+        Raises:
+            EngineError: the kernel does not let a process end.
+        """
+        try:
+            if self._child.poll() is None and self.page.phase is not Phase.FAILED:
+                self._ask_to_end()
+        finally:
+            self.kill()
+
+    def _ask_to_end(self) -> None:
+        ready = self.page.phase is Phase.READY
+        try:
             self.files.note_shared_memory()
-            self.page.phase = Phase.STOPPING
-            if ready:
-                self._wait(TELL_SECONDS)
-            self._child.terminate()
-            self._wait(STOP_SECONDS)
-        self.kill()
+        except OSError as error:  # no room, or the directory is gone: no reason not to end
+            log.get("engine").warning("%s: %s", self.files.directory, error)
+        self.page.phase = Phase.STOPPING
+        if ready:
+            self._wait(TELL_SECONDS)
+        self._child.terminate()
+        self._wait(STOP_SECONDS)
+
+    def strike(self) -> None:
+        """Kills the server's processes and does not wait: for signal handlers. ``stop`` follows."""
+        self.files.strike()
 
     def kill(self) -> None:
-        """Ends all of the server's processes at once and removes its files."""
+        """Ends all of the server's processes at once and removes its files.
+
+        Raises:
+            EngineError: the kernel does not let one end; the files stay for the next start.
+        """
         self.files.kill_processes()
-        self._child.wait()
+        self._child.kill()
+        if not self._wait(runfiles.KILL_SECONDS):
+            hint = "it hangs in the kernel: look at the disk, else restart the machine"
+            raise EngineError(f"process {self._child.pid} was killed and does not end", hint=hint)
         self.files.remove()
 
     def __enter__(self) -> Self:
