@@ -15,7 +15,7 @@ class Event {
  public:
   uint32_t now() const { return count_.load(std::memory_order_seq_cst); }
 
-  // Wakes at most `sleepers` of the threads that wait.
+  // Wakes at most `sleepers` of the threads that wait; those that spin see it in any case.
   void signal(int sleepers) {
     count_.fetch_add(1, std::memory_order_seq_cst);
     wake(sleepers);
@@ -23,7 +23,8 @@ class Event {
 
   // Wakes sleepers without an event: they look for work themselves.
   void wake(int sleepers) {
-    if (asleep_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, uint32_t(sleepers));
+    if (sleepers > 0 && asleep_.load(std::memory_order_seq_cst) > 0)
+      futex(FUTEX_WAKE_PRIVATE, uint32_t(sleepers));
   }
 
   // Sleeps until woken, unless something was signalled after `seen`. May return early.

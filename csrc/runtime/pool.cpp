@@ -138,6 +138,7 @@ void Pool::run(const Session&, Job& job) {
   error_ = nullptr;
   last_epoch_ = last_epoch_ == kEpochMask ? 1 : last_epoch_ + 1;
   job_.store(&job, std::memory_order_relaxed);
+  wakes_.store(job.worth_waking() ? kWakeFanOut : 0, std::memory_order_relaxed);
   board_.open(job.slots());
   current_.store(last_epoch_, std::memory_order_seq_cst);
   if (job.begin(*this))
@@ -153,7 +154,7 @@ void Pool::publish(int slot, int phase, uint32_t items) {
 }
 
 void Pool::announce() {
-  work_.signal(kWakeFanOut);
+  work_.signal(wakes_.load(std::memory_order_relaxed));
   caller_.signal(1);
 }
 

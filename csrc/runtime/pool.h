@@ -33,6 +33,8 @@ class Job {
   virtual ~Job() = default;
   // Slots on the board that this job uses, at most kMaxSlots.
   virtual int slots() const = 0;
+  // False for a job so short that it is done before a sleeping worker would be there.
+  virtual bool worth_waking() const { return true; }
   // Publishes the first items; false where there is nothing to do at all.
   virtual bool begin(Pool& pool) noexcept = 0;
   // Does an item. What it throws is thrown again by Pool::run, after the last item.
@@ -123,6 +125,7 @@ class Pool {
 
   Board board_;
   std::atomic<Job*> job_{nullptr};
+  std::atomic<int> wakes_{0};  // workers that an announcement of this job wakes
   uint32_t last_epoch_ = 0;
   alignas(64) std::atomic<uint32_t> current_{0};  // epoch of the job in flight, 0 for none
   alignas(64) Event work_;                        // workers sleep here

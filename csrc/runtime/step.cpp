@@ -9,6 +9,7 @@ namespace {
 constexpr size_t kItemBytes = 64 << 10;  // weights of an item: long enough to stream, short to steal
 constexpr int kItemsAWorker = 8;         // a step has at least so many items a worker, if it can
 constexpr int kTokensAStrip = 64;        // vectors of one kernel call; bounds the scratch on the stack
+constexpr size_t kWorthWaking = 2 << 20;  // weights met: about 100 us of one core, two wake-ups
 constexpr int kCombineColumns = 512;     // columns of a combine item where tokens are few
 
 int items(int units, int units_an_item) { return (units + units_an_item - 1) / units_an_item; }
@@ -94,6 +95,14 @@ int Step::up_items(int g) const { return items(layout_.pairs(), cuts_[g].pairs_a
 int Step::down_items(int g) const { return items(layout_.downs(), cuts_[g].downs_an_item); }
 
 // --- the order of the step -----------------------------------------------------------------------
+
+// Weights are met once by up to four tokens at the price of reading them, then once again.
+bool Step::worth_waking() const {
+  size_t met = 0;
+  for (int g = 0; g < groups_; ++g)
+    met += layout_.record() * size_t(items(routing_.group(g).count, 4));
+  return met >= kWorthWaking;
+}
 
 bool Step::begin(Pool& pool) noexcept {
   groups_left_.store(groups_, std::memory_order_relaxed);

@@ -40,6 +40,7 @@ class Step final : public Job {
   const char* ran_isa() const { return ran_isa_.load(std::memory_order_relaxed); }
 
   int slots() const override { return groups_ + 1; }
+  bool worth_waking() const override;
   bool begin(Pool& pool) noexcept override;
   void work(const Claim& claim, int worker) override;
   bool finished(const Claim& claim, Pool& pool) noexcept override;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -277,6 +278,26 @@ def test_layers_of_different_shapes_share_one_pool(shared: Shared) -> None:
         assert raw(big.run(x_other, ids[:4], weights[:4])) == expected(
             other, x_other, ids[:4], weights[:4]
         )
+
+
+def test_a_short_step_wakes_nobody() -> None:
+    """A worker that sleeps would come too late: waking it costs the caller more than it brings."""
+    rng = np.random.default_rng(2)
+    pool = Pool(2, default_cpus())
+    spec = LayerSpec(hidden=64, intermediate=64, experts=4, top_k=2, act=ActFormat.MXINT8)
+    case = LayerCase.random(rng, spec)
+    layer = case.layer(pool)
+    ids, weights = random_routing(rng, 3, spec)
+    x = random_x(rng, 3, 64, DType.F32)
+
+    def turns() -> int:
+        text = Path(f"/proc/self/task/{pool.core.thread_ids[0]}/schedstat").read_text()
+        return int(text.split()[2])
+
+    before = turns()
+    for _ in range(50):
+        layer.run(x, ids, weights)
+    assert turns() == before
 
 
 def test_no_token_is_no_work(shared: Shared) -> None:
