@@ -18,8 +18,7 @@ def plan(deed: str) -> ServePlan:
     return ServePlan(
         checkpoint=cast(Any, None),
         name="fake",
-        host="127.0.0.1",
-        port=1,
+        url="http://127.0.0.1:1",
         api_key="",
         context=0,
         kv_bytes=None,

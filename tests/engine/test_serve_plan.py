@@ -65,7 +65,7 @@ def test_a_plan_needs_nothing_but_the_folder(folder: Path, machine: Machine) -> 
     assert plan.context == 4096
     assert int(given["--kv-cache-memory-bytes"]) == plan.kv_bytes
     assert plan.expert_bytes == 2 * 8 * record_layout(plan.checkpoint.geometry).record_bytes
-    assert plan.url == f"http://127.0.0.1:{plan.port}"
+    assert plan.url == f"http://127.0.0.1:{given['--port']}"
 
 
 def test_what_the_user_says_comes_last_and_wins(folder: Path, machine: Machine) -> None:
@@ -74,7 +74,7 @@ def test_what_the_user_says_comes_last_and_wins(folder: Path, machine: Machine) 
     assert plan.arguments[-len(extra) :] == extra
     assert (plan.context, plan.name, plan.threads) == (1024, "mine", 3)
     own = serveplan.make(request(folder, "--kv-cache-memory-bytes", "1G"), machine, Settings())
-    assert own.kv_bytes is None
+    assert own.kv_bytes == 1 << 30
 
 
 def test_compiled_on_request(folder: Path, machine: Machine) -> None:
@@ -111,7 +111,7 @@ def test_an_open_door_needs_a_key(folder: Path, machine: Machine, host: str) -> 
 
 def test_an_open_door_with_a_key(folder: Path, machine: Machine) -> None:
     plan = serveplan.make(request(folder, host="0.0.0.0", api_key="k"), machine, Settings())
-    assert plan.url == f"http://127.0.0.1:{plan.port}"
+    assert plan.url.startswith("http://127.0.0.1:")
     assert "k" not in plan.arguments  # `ps` shows them
 
 
@@ -121,8 +121,12 @@ def test_this_machine_needs_none(host: str) -> None:
 
 
 def test_urls() -> None:
-    assert serveplan.base_url("::", 1) == "http://[::1]:1"
-    assert serveplan.base_url("10.0.0.1", 80) == "http://10.0.0.1:80"
+    def url(host: str, *extra: str) -> str:
+        return serveplan.base_url(Request(model="m", host=host, port=1, extra=extra))
+
+    assert url("::") == "http://[::1]:1"
+    assert url("10.0.0.1") == "http://10.0.0.1:1"
+    assert url("::1", "--ssl-certfile", "c") == "https://[::1]:1"
 
 
 def test_a_port_that_is_taken(folder: Path, machine: Machine) -> None:
@@ -183,10 +187,17 @@ def test_folders_that_are_none(tmp_path: Path, machine: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("text", "tokens"),
-    [("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("1.5k", 1500), ("auto", None), ("", None)],
+    [
+        ("4096", 4096),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("1.5k", 1500),
+        ("auto", None),
+        ("2G", 2 << 30),
+    ],
 )
 def test_lengths_as_vllm_reads_them(text: str, tokens: int | None) -> None:
-    assert kvcache.parse_tokens(text) == tokens
+    assert kvcache.parse_count(text) == tokens
 
 
 def test_bytes_of_a_token() -> None:

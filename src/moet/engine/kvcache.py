@@ -11,12 +11,16 @@ SHARE = 0.25  # of the available memory at most
 BLOCK_TOKENS = 128  # vLLM's on the CPU; it keeps one block back
 VALUE_BYTES = 2
 
-_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+_SUFFIX = {"": 1} | {
+    letter: base**power
+    for letters, base in (("kmgt", 1000), ("KMGT", 1024))
+    for power, letter in enumerate(letters, start=1)
+}
 
 
-def parse_tokens(text: str) -> int | None:
-    """``4096``, ``32k`` (decimal) or ``32K`` (binary), as vLLM reads lengths; None for ``auto``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
+def parse_count(text: str) -> int | None:
+    """``4096``, ``32k`` (decimal) or ``32K`` (binary), as vLLM reads numbers; None for ``auto``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text)
     return int(float(match[1]) * _SUFFIX[match[2]]) if match else None
 
 

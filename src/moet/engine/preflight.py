@@ -14,6 +14,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 OURS = {
     "--model": "the model is the first argument: moet serve MODEL",
     "--load-format": "moet loads the model: leave it out",
+    "--uds": "moet serves over TCP: --port",
 }
 
 

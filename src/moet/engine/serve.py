@@ -9,7 +9,6 @@ environment, by which they are found.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import IO, Self
 
 from moet.base import env, log
 from moet.base.errors import EngineError
-from moet.engine import runfiles
+from moet.engine import enginelog, runfiles
 from moet.engine.heartbeat import Page, Phase
 from moet.engine.serveplan import ServePlan
 from moet.engine.watchdog import Watchdog
@@ -31,7 +30,6 @@ TURN_SECONDS = 0.1
 PROBE_SECONDS = 300.0  # the least that the API server's loop may stand still before it is ready
 STOP_SECONDS = 10.0  # for vLLM to end by itself
 TELL_SECONDS = 0.5  # for requests in flight to be told that the server stops
-LOGS_KEPT = 5
 READY_TIMEOUT = "7200"  # vLLM's own limit for loading, seconds; the user sees progress meanwhile
 API_SERVER = (sys.executable, "-m", "moet.engine.apiserver")
 
@@ -74,31 +72,6 @@ def child_environ(plan: ServePlan, files: runfiles.RunFiles, *, verbose: bool) -
     )
 
 
-def open_log(files: runfiles.RunFiles) -> tuple[Path, IO[bytes]]:
-    """A new log file; of the older ones a few are kept."""
-    folder = env.read().cache_dir.expanduser() / "logs"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in sorted(folder.glob("serve-*.log"), key=_age)[: -(LOGS_KEPT - 1) or None]:
-            old.unlink(missing_ok=True)
-        path = folder / files.log_name
-        return path, open(path, "wb", opener=_for_this_user)  # it may hold prompts
-    except OSError as error:
-        hint = "set MOET_CACHE_DIR to a directory that can be written"
-        raise EngineError(f"no log can be written in {folder}: {error}", hint=hint) from error
-
-
-def _for_this_user(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _age(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
 class Server:
     """A running server. Use it in a ``with``; leaving the block ends it and cleans up.
 
@@ -114,11 +87,12 @@ class Server:
         self.plan = plan
         self.swept = runfiles.sweep()
         self.files = runfiles.create(model=plan.name, url=plan.url)
+        quiet = () if verbose else ("--disable-uvicorn-access-log",)  # a log must not grow for ever
         self.log: Path | None = None
         try:
             self.page = Page.create(self.files.page)
             self._stall_seconds = env.read().stall_seconds
-            self._child = self._start([*command, *plan.arguments], verbose)
+            self._child = self._start([*command, *plan.arguments, *quiet], verbose)
         except BaseException:
             self.files.remove()
             raise
@@ -127,7 +101,7 @@ class Server:
         output: IO[bytes] | int = sys.stderr.fileno() if verbose else subprocess.DEVNULL
         try:
             if not verbose:
-                self.log, output = open_log(self.files)
+                self.log, output = enginelog.create(self.files.log_name)
             return subprocess.Popen(
                 command,
                 env=child_environ(self.plan, self.files, verbose=verbose),
@@ -192,7 +166,8 @@ class Server:
         """The failure that the server left, or the little that can be said without one."""
         left = self.page.failure
         if left is not None:
-            return EngineError(f"{what}: {left}", hint=_with_log(left.hint, self.log))
+            cause = enginelog.cause(self.log) if enginelog.is_vague(str(left)) else ""
+            return EngineError(f"{what}: {cause or left}", hint=_with_log(left.hint, self.log))
         code = self._child.returncode
         how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit {code}"
         return EngineError(f"{what}: {how}", hint=self._hint)

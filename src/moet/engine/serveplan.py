@@ -55,7 +55,7 @@ class ServePlan:
     Attributes:
         checkpoint: what it serves.
         name: what clients call it.
-        host, port: where it listens.
+        url: where a client on this machine reaches it.
         api_key: what clients must send.
         context: tokens of prompt and answer together; 0: vLLM decides.
         kv_bytes: the KV cache; None: vLLM decides.
@@ -68,8 +68,7 @@ class ServePlan:
 
     checkpoint: Checkpoint
     name: str
-    host: str
-    port: int
+    url: str
     api_key: str
     context: int
     kv_bytes: int | None
@@ -79,16 +78,12 @@ class ServePlan:
     arguments: tuple[str, ...]
     environ: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def url(self) -> str:
-        """Where a client on this machine reaches it."""
-        return base_url(self.host, self.port)
 
-
-def base_url(host: str, port: int) -> str:
-    """The URL of a server that listens on ``host``, seen from the same machine."""
-    seen = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{seen}]:{port}" if ":" in seen else f"http://{seen}:{port}"
+def base_url(request: Request) -> str:
+    """The URL of a server, seen from the same machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(request.host, request.host)
+    scheme = "https" if flag_value(request.extra, "--ssl-certfile") else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{request.port}"
 
 
 def dense_bytes(checkpoint: Checkpoint) -> int:
@@ -136,11 +131,12 @@ def _arguments(request: Request, checkpoint: Checkpoint, name: str) -> list[str]
 
 
 def _kv_bytes(request: Request, checkpoint: Checkpoint, context: int, available: int) -> int | None:
-    """What moet gives the KV cache; None where the user or vLLM decides."""
+    """Size of the KV cache: what the user asked for, else what moet chooses; None: vLLM decides."""
+    asked = flag_value(request.extra, "--kv-cache-memory-bytes")
+    if asked is not None:
+        return kvcache.parse_count(asked)
     token = kvcache.bytes_per_token(checkpoint.config)
-    if not token or not context or flag_value(request.extra, "--kv-cache-memory-bytes") is not None:
-        return None
-    return kvcache.budget(token, context, available)
+    return kvcache.budget(token, context, available) if token and context else None
 
 
 def make(request: Request, machine: Machine, settings: Settings) -> ServePlan:
@@ -165,7 +161,7 @@ def make(request: Request, machine: Machine, settings: Settings) -> ServePlan:
     preflight.require_tokenizer(folder)
     preflight.require_free(request.host, request.port)
     asked = flag_value(request.extra, "--max-model-len")
-    context = (asked and kvcache.parse_tokens(asked)) or kvcache.context_length(checkpoint.config)
+    context = (asked and kvcache.parse_count(asked)) or kvcache.context_length(checkpoint.config)
     kv = _kv_bytes(request, checkpoint, context, machine.memory.available)
     experts = tier_bytes(checkpoint.geometry)
     parts = {"experts": experts, "other weights": dense_bytes(checkpoint)}
@@ -175,8 +171,7 @@ def make(request: Request, machine: Machine, settings: Settings) -> ServePlan:
     return ServePlan(
         checkpoint=checkpoint,
         name=flag_value(request.extra, "--served-model-name") or name,
-        host=request.host,
-        port=request.port,
+        url=base_url(request),
         api_key=request.api_key,
         context=context,
         kv_bytes=kv,
