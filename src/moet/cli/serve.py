@@ -23,7 +23,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Where to listen. Others than this machine need an API key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="TCP port.")] = 8000,
+    port: Annotated[int, typer.Option(help="TCP port; 0: any free one.")] = 8000,
     api_key: Annotated[
         str,
         typer.Option(help="Ask clients for this key. Better in MOET_API_KEY: `ps` shows flags."),
@@ -45,14 +45,14 @@ def serve(
     a second ctrl-C at once. Exit status: 0 ended on request, 1 the engine died, 2 it did not start.
     """
     from moet.base import env
-    from moet.engine import serveplan
+    from moet.engine import preflight, serveplan
     from moet.machine import read_machine
 
     settings = env.read()
     request = serveplan.Request(
         model=model,
         host=host,
-        port=port,
+        port=port or preflight.free_port(),
         api_key=api_key or settings.api_key,
         compiled=compile,
         extra=tuple(ctx.args),
