@@ -49,12 +49,12 @@ if [[ ! -x .venv/bin/python ]]; then
   "$python" -m venv .venv || die "cannot make a virtual environment" "Debian, Ubuntu: apt install python3-venv"
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
+mkdir -p .venv/wheels
 "${pip[@]}" install --quiet "uv>=$UV" || die "cannot install uv" "is the package index reachable?"
 
 if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__ != '$TORCH')" 2>/dev/null; then
   # pip looks where this machine's pip is set up to look; PyTorch's own index is the fallback.
   say "torch $TORCH"
-  mkdir -p .venv/wheels
   "${pip[@]}" download --quiet --no-deps --dest .venv/wheels "torch==$TORCH" 2>/dev/null \
     || "${pip[@]}" download --quiet --no-deps --dest .venv/wheels --index-url "$TORCH_INDEX" "torch==$TORCH" \
     || die "torch $TORCH is not to be had for this Python" "try another Python: PYTHON=python3.11 $0"
