@@ -33,13 +33,16 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "STOP_SECONDS", 1.0)
 
 
-@pytest.fixture
-def shared_before() -> Iterator[set[str]]:
-    """Checks that the test leaves no shared memory; gives what was there before."""
-    before = set(os.listdir(SHM))
-    yield before
-    after = {name for name in set(os.listdir(SHM)) - before if name.startswith("psm_")}
-    assert after == set()
+def made(tmp_path: Path) -> list[Path]:
+    """The shared memory that stand-ins of this test have made."""
+    notes = (tmp_path / "cache").glob("made-*")
+    return [SHM / note.name.removeprefix("made-") for note in notes]
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory_is_left(own_places: None, tmp_path: Path) -> Iterator[None]:
+    yield
+    assert [path for path in made(tmp_path) if path.exists()] == []
 
 
 def family(server: Server) -> list[processes.Process]:
@@ -55,20 +58,20 @@ def assert_gone(server: Server, members: list[processes.Process]) -> None:
 
 
 @pytest.mark.parametrize("deed", ["serve", "stubborn"])
-def test_a_stopped_server_leaves_nothing(deed: str, shared_before: set[str]) -> None:
+def test_a_stopped_server_leaves_nothing(deed: str, tmp_path: Path) -> None:
     with ready(deed) as server:
         members = family(server)
         for _, _ in zip(range(3), server.serving(), strict=False):
             pass
-        made = (server.files.directory / "made").read_text()
-        assert made in server.files.record.shared_memory
+        (segment,) = made(tmp_path)
+        assert segment.name in server.files.record.shared_memory
         assert runfiles.running()[0].model == "fake"
     assert_gone(server, members)
     assert runfiles.running() == []
     assert "a line for the log" in Path(server.log or "").read_text()
 
 
-def test_a_server_that_cannot_start_says_why(shared_before: set[str]) -> None:
+def test_a_server_that_cannot_start_says_why() -> None:
     with (
         Server(plan("fail"), command=FAKE) as server,
         pytest.raises(EngineError, match="did not start: no room for the model") as error,
@@ -87,7 +90,7 @@ def test_a_server_that_ends_without_a_word_gives_its_exit_status() -> None:
     assert str(server.log) in error.value.hint
 
 
-def test_a_dead_engine_ends_the_server(shared_before: set[str]) -> None:
+def test_a_dead_engine_ends_the_server() -> None:
     with ready("die") as server:
         members = family(server)
         with pytest.raises(EngineError, match="has ended: the engine has died"):
@@ -95,7 +98,7 @@ def test_a_dead_engine_ends_the_server(shared_before: set[str]) -> None:
     assert_gone(server, members)
 
 
-def test_an_api_server_that_was_killed_is_named(shared_before: set[str]) -> None:
+def test_an_api_server_that_was_killed_is_named() -> None:
     with ready("serve") as server:
         members = family(server)
         server._child.send_signal(signal.SIGKILL)
@@ -104,9 +107,7 @@ def test_an_api_server_that_was_killed_is_named(shared_before: set[str]) -> None
     assert_gone(server, members)
 
 
-def test_an_api_server_that_hangs_is_dead(
-    monkeypatch: pytest.MonkeyPatch, shared_before: set[str]
-) -> None:
+def test_an_api_server_that_hangs_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOET_STALL_SECONDS", "0.5")
     with ready("hang") as server:
         members = family(server)
@@ -118,7 +119,7 @@ def test_an_api_server_that_hangs_is_dead(
 
 
 def test_an_api_server_that_hangs_before_its_first_token_is_dead(
-    monkeypatch: pytest.MonkeyPatch, shared_before: set[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOET_STALL_SECONDS", "0.5")
     monkeypatch.setattr(serve, "PROBE_SECONDS", 0.7)
@@ -129,9 +130,7 @@ def test_an_api_server_that_hangs_before_its_first_token_is_dead(
     assert_gone(server, members)
 
 
-def test_an_end_without_room_for_notes_is_an_end(
-    monkeypatch: pytest.MonkeyPatch, shared_before: set[str]
-) -> None:
+def test_an_end_without_room_for_notes_is_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_files: runfiles.RunFiles, **_changes: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -141,9 +140,7 @@ def test_an_end_without_room_for_notes_is_an_end(
     assert_gone(server, members)
 
 
-def test_whatever_stops_the_polite_end_all_is_killed(
-    monkeypatch: pytest.MonkeyPatch, shared_before: set[str]
-) -> None:
+def test_whatever_stops_the_polite_end_all_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_files: runfiles.RunFiles) -> None:
         raise RuntimeError("unforeseen")
 
@@ -168,7 +165,7 @@ def test_a_page_that_cannot_be_made_leaves_nothing(
     assert runfiles.left_over() == []
 
 
-def test_a_stopped_process_can_be_ended(shared_before: set[str]) -> None:
+def test_a_stopped_process_can_be_ended() -> None:
     with ready("serve") as server:
         members = family(server)
         for member in members:
@@ -178,7 +175,7 @@ def test_a_stopped_process_can_be_ended(shared_before: set[str]) -> None:
     assert_gone(server, members)
 
 
-def test_what_a_killed_server_left_is_removed_at_the_next_start(shared_before: set[str]) -> None:
+def test_what_a_killed_server_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
     """The supervisor is another process here, killed with SIGKILL; its "engine" survives it."""
     command = [sys.executable, supervise.__file__, "orphans"]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -190,8 +187,8 @@ def test_what_a_killed_server_left_is_removed_at_the_next_start(shared_before: s
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    made = (left.directory / "made").read_text()
-    assert (SHM / made).exists()
+    (segment,) = made(tmp_path)
+    assert segment.exists()
     with ready("serve") as server:
         assert server.swept.servers == 1
         assert server.swept.processes >= 1

@@ -41,7 +41,9 @@ def describe(status: Status, loading: Loading, now: float) -> str:
         return "waiting for the first token"
     if status.to_load and status.loaded < status.to_load:
         return loading.describe(status, now)
-    return "starting the engine" if not status.to_load else "experts loaded, warming up"
+    if status.to_load:
+        return "experts loaded, warming up"
+    return "starting vLLM" if status.phase is Phase.STARTING else "starting the engine core"
 
 
 @contextmanager
@@ -53,7 +55,7 @@ def _progress(stream: Console) -> Iterator[tuple[Progress, TaskID]]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=stream, transient=True) as progress:
-        yield progress, progress.add_task("starting the engine", total=None)
+        yield progress, progress.add_task("starting vLLM", total=None)
 
 
 def wait_until_ready(server: Server, stopper: Stopper) -> float:

@@ -29,10 +29,10 @@ def synth(
     presets: Annotated[bool, typer.Option("--list", help="Print the presets and leave.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> int:
-    """Write a random-weight checkpoint of a real geometry, in the model's own file layout.
+    """Write a checkpoint with random weights.
 
-    For measuring speed and bits at full width without the weights. The folder's path goes to
-    stdout.
+    Of a real geometry, in the model's own file layout: for measuring speed and bits at full width
+    without the weights. The folder's path goes to stdout.
     """
     from moet.checkpoint import synth as maker
 

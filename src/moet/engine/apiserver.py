@@ -101,7 +101,9 @@ def serve(arguments: list[str], page: Page) -> int:
     cli_env_setup()
     state = health.Health(page, env.read().stall_seconds, on_failure=end_soon)
     health.install(state)
-    uvloop.run(run_server(parse(arguments)))
+    args = parse(arguments)
+    page.phase = Phase.LAUNCHING
+    uvloop.run(run_server(args))
     return EXIT_DIED if state.failure else 0
 
 

@@ -35,11 +35,12 @@ _kept: list[mmap.mmap] = []  # native code counts at bare addresses: no page is 
 class Phase(IntEnum):
     """How far a server is. ``READY`` means: a real token has come out of the whole engine."""
 
-    STARTING = 0
-    PROBING = 1
-    READY = 2
-    STOPPING = 3
-    FAILED = 4
+    STARTING = 0  # the API server imports
+    LAUNCHING = 1  # the engine core starts and loads
+    PROBING = 2
+    READY = 3
+    STOPPING = 4
+    FAILED = 5
 
 
 class Rank:
