@@ -41,6 +41,21 @@ def held_rows(r: dict[str, Any]) -> dict[str, Any]:
     return {**exact, "perplexity of stories": h["text_perplexity"]}
 
 
+LOADED = {"auto": "BF16 export, stock", "moet": "MXFP4 files, moet"}
+
+
+def served_rows(r: dict[str, Any]) -> dict[str, Any]:
+    """Marked replies of engines."""
+
+    def told(served: dict[str, Any]) -> str:
+        return ", ".join(f"{k} {v} %" for k, v in served.items() if isinstance(v, float))
+
+    return {
+        f"{LOADED[k]} (vLLM {v['vllm']}, {v['samples']} of each)": told(v)
+        for k, v in r.get("served", {}).items()
+    }
+
+
 def usage_rows(r: dict[str, Any]) -> dict[str, Any]:
     """Expert use a layer."""
     u = r["expert_usage"]["mixture"]
@@ -65,6 +80,7 @@ def render(record: dict[str, Any]) -> str:
     lines = [
         *table("the run", run_rows(record)),
         *table("held out, word for word, greedy", held_rows(record)),
+        *table("greedy chat through an engine, marked", served_rows(record)),
         *table("recall by prompt tokens", {k: f"{v} %" for k, v in detail["by_length"].items()}),
         *table("recall by depth", {k: f"{v} %" for k, v in detail["by_depth"].items()}),
         *table("routings, whole mixture", usage_rows(record)),
