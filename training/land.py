@@ -38,6 +38,7 @@ def main(run: Path) -> None:
     """Unpack, record, render."""
     unpack(run)
     record = json.loads((run / "record.json").read_text("utf-8"))
+    del record["plan"]["out"]  # a folder of that machine
     write_json(RECORD, {"commit": commit(), **record})
     render()
 
