@@ -37,7 +37,7 @@ class Loading:
 
 def describe(status: Status, loading: Loading, now: float) -> str:
     """One line for where a start is."""
-    if status.phase >= Phase.PROBING:
+    if status.phase in (Phase.PROBING, Phase.READY):
         return "waiting for the first token"
     if status.to_load and status.loaded < status.to_load:
         return loading.describe(status, now)
@@ -89,6 +89,6 @@ def _wait_quietly(server: Server, stopper: Stopper) -> None:
         if stopper.asked:
             break
         stage = describe(status, Loading(), 0.0).partition("  ")[0]
-        if stage != said:
+        if stage != said and status.alive and status.phase is not Phase.FAILED:
             console.say(stage)
             said = stage

@@ -107,6 +107,13 @@ def serve(arguments: list[str], page: Page) -> int:
     return EXIT_DIED if state.failure else 0
 
 
+def plain(error: Exception) -> str:
+    """What an error says; of pydantic's only the sentence, not its frame."""
+    details = error.errors() if hasattr(error, "errors") else []
+    said = [str(detail["msg"]).removeprefix("Value error, ") for detail in details]
+    return "; ".join(said) or str(error)
+
+
 def main(arguments: list[str]) -> int:
     """The process. Failures are left on the heartbeat page, tracebacks in the log."""
     prepare()
@@ -123,7 +130,7 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         log.get("engine").exception("the server has ended")
         if page.phase is not Phase.STOPPING:
-            page.fail(EngineError(f"vLLM has ended: {error}", hint=health.LOG_HINT))
+            page.fail(EngineError(f"vLLM has ended: {plain(error)}", hint=health.LOG_HINT))
     return EXIT_NOT_STARTED
 
 
