@@ -38,7 +38,7 @@ LOCK = "lock"
 HALF_MADE_SECONDS = 60.0  # a directory without a whole record, older than this, is left over
 KILL_SECONDS = 30.0  # for the kernel to end processes that were killed
 TRACKER = "multiprocessing.resource_tracker"  # unlinks shared memory when all others are gone
-TRACKER_SECONDS = 3.0
+TRACKER_SECONDS = 10.0
 
 _numbers = itertools.count()  # of the servers that this process has started
 
@@ -133,13 +133,15 @@ class RunFiles:
     def strike(self, *, trackers: bool = False) -> int:
         """Kills what runs, once, and does not wait; returns how many that were.
 
-        Resource trackers are spared unless told: they unlink the shared memory of the others.
+        Resource trackers are spared unless told, and woken where somebody has stopped them: they
+        unlink the shared memory of the others.
         """
-        return sum(
-            processes.kill(process, signal.SIGKILL)
-            for process in self.processes()
-            if trackers or TRACKER not in processes.command_line(process.pid)
-        )
+        killed = 0
+        for process in self.processes():
+            spare = not trackers and TRACKER in processes.command_line(process.pid)
+            sent = processes.kill(process, signal.SIGCONT if spare else signal.SIGKILL)
+            killed += sent and not spare
+        return killed
 
     def kill_processes(self) -> int:
         """Ends what still runs; returns how many were not on their way out.

@@ -187,17 +187,21 @@ class Server:
             EngineError: the kernel does not let a process end.
         """
         try:
+            self._note()
             if self._child.poll() is None and self.page.phase is not Phase.FAILED:
                 self._ask_to_end()
         finally:
             self.kill()
 
-    def _ask_to_end(self) -> None:
-        ready = self.page.phase is Phase.READY
+    def _note(self) -> None:
+        """Records the shared memory that a resource tracker may have no time to unlink."""
         try:
             self.files.note_shared_memory()
         except OSError as error:  # no room, or the directory is gone: no reason not to end
             log.get("engine").warning("%s: %s", self.files.directory, error)
+
+    def _ask_to_end(self) -> None:
+        ready = self.page.phase is Phase.READY
         self.page.phase = Phase.STOPPING
         if ready:
             self._wait(TELL_SECONDS)

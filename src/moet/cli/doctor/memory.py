@@ -24,7 +24,7 @@ def findings(memory: Memory) -> Iterator[Finding]:
             level=Level.WARN,
             topic="/dev/shm",
             fact=f"{format_bytes(memory.shm_free)} free",
-            consequence="the engine's processes talk through it and may die with a bus error",
+            consequence="several workers (--tensor-parallel-size) talk through it and may die",
             fix="containers: --shm-size=1g",
         )
     yield _disk()
