@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from moet.engine.preflight import free_port
 from moet.machine import processes
 
 from .served import (
@@ -192,6 +193,14 @@ def test_an_engine_that_stands_still_is_found_out(
         assert server.end() == 1
         assert 503 in server.health
         server.assert_nothing_left()
+
+
+def test_a_flag_that_nobody_knows_ends_the_start(places: Places, folder: Path) -> None:
+    done = places.run("serve", str(folder), "--port", str(free_port()), "--frobnicate", "3")
+    assert done.returncode == 2
+    assert "did not start: vLLM says: unrecognized arguments: --frobnicate" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert places.leftovers() == []
 
 
 def test_ctrl_c_leaves_nothing(places: Places, folder: Path) -> None:

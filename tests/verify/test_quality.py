@@ -47,7 +47,9 @@ def test_all_right() -> None:
     assert all(score.share == 1.0 for score in result.scores if score.asked)
     assert result.missed == ()
     assert result.perplexity == pytest.approx(math.exp(0.5))
-    assert [kind for kind, _ in seen] == list(tasks.KINDS)
+    assert list(dict.fromkeys(kind for kind, _ in seen)) == list(tasks.KINDS)
+    assert [share for _, share in seen] == sorted(share for _, share in seen)
+    assert seen[0][1] == 0.0
 
 
 def test_all_wrong_misses_every_aim() -> None:

@@ -118,7 +118,10 @@ def measure(
         if kind == "text":
             perplexity = _perplexity(model, samples)
         else:
-            replies = list(_replies(model, samples))
+            replies = []
+            for reply in _replies(model, samples):
+                replies.append(reply)
+                progress(kind, (turn + len(replies) / each) / len(kinds))
             scores += _marked(kind, samples, replies)
     share = {score.name: score.share for score in scores}
     missed = tuple(n for n, aim in (aims or {}).items() if n in share and share[n] < aim)
