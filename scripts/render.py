@@ -129,15 +129,15 @@ def demo() -> str:
         training["served"]["moet"],
     )
     quality = [
-        [kind, *(f"{marks[kind]:.1f} %" for marks in (trained, stock, moet))]
+        [kind, *(f"{marks[kind]:.4g} %" for marks in (trained, stock, moet))]
         for kind in ("addition", "subtraction", "multiplication", "recall", "json")
     ]
     agreement = [
         [
             f"{row['one']} and {row['other']}",
             f"{row['same_likeliest_share']:.2%} of {row['tokens']}",
-            f"{row['logprob_distance_mean']:.4f}",
-            f"{row['logprob_distance_max']:.3f}",
+            f"{row['logprob_distance_mean']:.1e}",
+            f"{row['logprob_distance_max']:.1e}",
         ]
         for row in record("against-stock")["results"]
     ]
