@@ -160,7 +160,25 @@ def bits() -> str:
     return table(["what", "where", "outputs compared", "differ"], rows)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"cpu": cpu, "demo": demo, "bits": bits}
+def gpu() -> str:
+    """A step of the GPU's decode kernels, by tokens."""
+    run = record("gpu-h200")
+    rows = [
+        [
+            run["machine"]["gpu"],
+            row["shape"],
+            row["tokens"],
+            f"{row['us']:.1f} us",
+            f"{row['read_gb_s']:.0f}",
+            f"**{row['ratio']:.2f}**",
+        ]
+        for row in run["results"]
+        if row["what"] == "step" and row["tokens"] in {1, 4, 8, 64}
+    ]
+    return table(["card", "layer", "tokens", "a step", "read GB/s", "ratio"], rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"cpu": cpu, "gpu": gpu, "demo": demo, "bits": bits}
 
 
 def rendered(text: str) -> str:
