@@ -54,10 +54,15 @@ def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from commands(command.commands[name], f"{path} {name}")
 
 
+def argument(entry: Any) -> str:
+    """The name of a positional argument."""
+    return str(entry.metavar or entry.name.upper())
+
+
 def parameter(entry: Any) -> str:
     """One row: flags, default, help."""
     flags = ", ".join(f"`{flag}`" for flag in entry.opts if flag.startswith("-"))
-    name = flags or f"`{(entry.metavar or entry.name).strip('[]').upper()}`"
+    name = flags or f"`{argument(entry)}`"
     silent = entry.required or any(entry.default is nothing for nothing in (None, "", False))
     default = "required" if entry.required else "" if silent else f"`{entry.default}`"
     return f"| {name} | {default} | {entry.help} |\n"
@@ -66,9 +71,9 @@ def parameter(entry: Any) -> str:
 def page_of(path: str, command: Any) -> str:
     """The section of one command."""
     rows = [p for p in command.params if p.name != "help"]
-    usage = " ".join(
-        [path, *((p.metavar or p.name.upper()) for p in rows if not p.opts[0].startswith("-"))]
-    )
+    positional = [p for p in rows if not p.opts[0].startswith("-")]
+    names = [argument(p) if p.required else f"[{argument(p)}]" for p in positional]
+    usage = " ".join([path, *names])
     text = f"\n## {path}\n\n```\n{usage} [options]\n```\n\n{command.help.strip()}\n"
     if rows:
         text += "\n| argument or option | default | |\n|---|---|---|\n" + "".join(

@@ -23,7 +23,7 @@ PROMPT = "> "
 
 def chat(
     prompt: Annotated[
-        str, typer.Argument(metavar="[PROMPT]", help="Ask this, print the answer, and leave.")
+        str, typer.Argument(metavar="PROMPT", help="Ask this, print the answer, and leave.")
     ] = "",
     *,
     url: Annotated[

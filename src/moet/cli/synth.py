@@ -14,10 +14,10 @@ from moet.cli import console
 
 def synth(
     config: Annotated[
-        str, typer.Argument(metavar="[CONFIG]", help="A preset, or the path of a config.json.")
+        str, typer.Argument(metavar="CONFIG", help="A preset, or the path of a config.json.")
     ] = "",
     folder: Annotated[
-        str, typer.Argument(metavar="[FOLDER]", help="Where to write; named after CONFIG without.")
+        str, typer.Argument(metavar="FOLDER", help="Where to write; named after CONFIG without.")
     ] = "",
     *,
     layers: Annotated[int, typer.Option(help="Layers to keep; 0: all.")] = 0,
