@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -108,6 +109,8 @@ class Terminal:
             stderr=terminal,
             env={**kept, "TERM": "xterm", "XDG_RUNTIME_DIR": str(folder)},
             start_new_session=True,
+            # Tests run in a shell's background inherit that ctrl-C is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
         os.close(terminal)
         self.seen = ""
