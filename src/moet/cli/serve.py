@@ -29,7 +29,10 @@ def serve(
         typer.Option(help="Ask clients for this key. Better in MOET_API_KEY: `ps` shows flags."),
     ] = "",
     compile: Annotated[
-        bool, typer.Option("--compile", help="Let torch compile the model: a slow start.")
+        bool,
+        typer.Option(
+            "--compile", help="Let torch compile the model: a slower start, faster answers."
+        ),
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")

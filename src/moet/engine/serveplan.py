@@ -30,7 +30,7 @@ class Request:
         model: a checkpoint folder, or ``demo``.
         host, port: where to listen.
         api_key: what clients must send; empty: nothing.
-        compiled: let torch compile the model (a slow start).
+        compiled: let torch compile the model: a slower start, faster answers.
         extra: arguments for vLLM, as they were typed.
     """
 
@@ -95,9 +95,9 @@ def engine_environ(machine: Machine, workers: int) -> dict[str, str]:
     """How vLLM uses the cores that it shares with moet's pool.
 
     One worker lives in the engine core's process: a process less to start, 0.6 GB less, no turn
-    through shared memory a step (measured on 2 cores: 1.6 times the tokens a second). vLLM takes
-    its threads from the environment then: all cores but one, as it would choose itself. Several
-    workers are processes; where the machine has fewer memory nodes, vLLM must be told their cores.
+    through shared memory a step (figures: docs/decisions/serving.md). vLLM takes its threads from
+    the environment then: all cores but one, as it would choose itself. Several workers are
+    processes; where the machine has fewer memory nodes, vLLM must be told their cores.
     OpenMP threads that spin after their part is done would take the cores from the pool.
     """
     shared = {"OMP_WAIT_POLICY": "PASSIVE"}
