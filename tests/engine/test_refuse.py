@@ -40,7 +40,6 @@ def config(**changed: Any) -> Any:
 
 def test_what_is_covered_passes() -> None:
     refuse.engine_config(config())
-    refuse.engine_config(config(speculative_config=Fake(method="ngram")))
     refuse.engine_config(config(quant_config=None))
 
 
@@ -52,7 +51,8 @@ REFUSED = [
     ({"enable_expert_parallel": True}, "expert parallelism"),
     ({"enable_elastic_ep": True}, "elastic"),
     ({"lora_config": Fake()}, "LoRA"),
-    ({"speculative_config": Fake(method="mtp")}, r"draft models \(mtp\)"),
+    ({"speculative_config": Fake(method="mtp")}, r"speculative decoding \(mtp\)"),
+    ({"speculative_config": Fake(method="ngram")}, r"speculative decoding \(ngram\)"),
     ({"kernel_config": Fake(moe_backend="deep_gemm_mega_moe")}, "deep_gemm_mega_moe"),
     ({"quant_config": Fake(online_quantization_config=Fake())}, "online quantisation"),
 ]

@@ -23,6 +23,14 @@ def test_the_cause_is_found_behind_a_vague_failure(tmp_path: Path) -> None:
     assert not enginelog.is_vague("no room for the model")
 
 
+def test_a_warning_that_quotes_an_error_is_not_the_cause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    warning = "(A pid=1) WARNING 12-01 [utils.py:2] failed, `OSError: [Errno 24] Too many`. Go on"
+    bare = "(EngineCore pid=7) ERROR 12-01 14:56:34 [core.py:9] AssertionError"
+    log.write_text(f"{warning}\n{bare}\nRuntimeError: {enginelog.VAGUE}\n")
+    assert enginelog.cause(log) == "AssertionError"
+
+
 def test_a_log_without_an_error_has_no_cause(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("RuntimeError: Engine core initialization failed.\nall is well\n")

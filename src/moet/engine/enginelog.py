@@ -14,7 +14,8 @@ KEPT = 5
 TAIL_BYTES = 256 << 10
 VAGUE = "Engine core initialization failed"  # vLLM: the reason is in another process's traceback
 LONGEST_LINE = 1000  # characters that are looked at
-_CAUSE = re.compile(r"\b[\w.]+(?:Error|Exception): .+")
+# The last line of a traceback, plain or behind vLLM's "(EngineCore pid=7) ERROR 12-01 [core.py:9]".
+_CAUSE = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([\w.]+(?:Error|Exception)\b(?:: .+)?)")
 
 
 def create(name: str) -> tuple[Path, IO[bytes]]:
@@ -59,5 +60,5 @@ def cause(log: Path | None) -> str:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
     lines = (line[:LONGEST_LINE] for line in text.splitlines())
-    found = (match for line in lines if (match := _CAUSE.search(line)))
-    return next((m[0].strip() for m in found if not is_vague(m[0])), "")
+    found = (match for line in lines if (match := _CAUSE.fullmatch(line.rstrip())))
+    return next((m[1] for m in found if not is_vague(m[1])), "")

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from moet.base.errors import UnsupportedError
+from moet.base.errors import CheckpointError, UnsupportedError
 from moet.checkpoint import Checkpoint, open_checkpoint
 from moet.engine import adapter, experts, op, refuse, settings, versions
 from moet.engine.tell import telling
@@ -30,6 +30,7 @@ class MoetModelLoader(_Base):  # type: ignore[misc]
         stock = copy.copy(load_config)
         stock.load_format = "safetensors"
         super().__init__(stock)
+        self.enable_weights_track = True  # vLLM leaves it off where a checkpoint is quantised
         self._checkpoint: Checkpoint | None = None
         self._config: Any = None
 
@@ -77,6 +78,20 @@ class MoetModelLoader(_Base):  # type: ignore[misc]
         checkpoint = self.checkpoint
         super().load_weights(model, model_config)
         adapter.load_and_bind(model, checkpoint, self._config, op.next_model())
+
+    def track_weights_loading(self, model: Any, loaded_weights: Any, **options: Any) -> None:
+        """Every tensor of the engine must have come from the checkpoint.
+
+        Raises:
+            CheckpointError: some did not; names them.
+        """
+        try:
+            super().track_weights_loading(model, loaded_weights, **options)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the checkpoint lacks tensors that the model needs: {error}",
+                hint="download the checkpoint again, all of its shards",
+            ) from error
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Any]]:
         """(name, tensor) of every tensor of a source that is not a routed expert's.
