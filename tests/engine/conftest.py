@@ -16,7 +16,7 @@ from moet.engine.heartbeat import Page
 from moet.kernels.cpu import isa_available
 from moet.testing.toy import FAMILIES, write_toy_checkpoint
 
-from . import dequantised
+from . import dequantised, incomplete
 
 DRIVER = Path(__file__).with_name("drive.py")
 SIZES = {"hidden": 128, "intermediate": 96, "experts": 16, "top_k": 4}
@@ -29,6 +29,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "backend": {"moe_backend": "triton"},
     "setting": {"additional_config": {"moet": {"arithmetics": "kernels"}}},
     "value": {"additional_config": {"moet": {"arithmetic": "numpy"}}},
+}
+
+# Tensors that a copy of the checkpoint lacks: a whole parameter of the engine, and a third of one.
+LACKING = {
+    "norm": "model.layers.0.input_layernorm.weight",
+    "query": "model.layers.1.self_attn.q_proj.weight",
 }
 
 
@@ -54,6 +60,7 @@ def jobs(root: Path) -> list[dict[str, Any]]:
         job("v4 layers", model="deepseek_v4", layers=True),
         job("refused isa", env={"MOET_ISA": "neon", "MOET_HEARTBEAT": str(root / "sad")}),
         job("refused experts", model="bf16"),
+        *(job(f"refused {name}", model=f"without {name}") for name in LACKING),
         job("takeover", deed="takeover", env={"MOET_HEARTBEAT": str(root / "idle")}),
         job("refused reload", deed="reload"),
         job("refused stray", deed="stray"),
@@ -102,6 +109,8 @@ def engine_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         write_toy_checkpoint(root / family, family, shards=2, **SIZES)
     dequantised.write(root / "qwen3_moe", root / "bf16")
+    for name, tensor in LACKING.items():
+        incomplete.write(root / "qwen3_moe", root / f"without {name}", tensor)
     return root
 
 

@@ -130,6 +130,8 @@ MESSAGES = {
     "value": ("UsageError", "numpy"),
     "isa": ("KernelError", "neon"),
     "experts": ("BrokenCheckpoint", "BF16"),
+    "norm": ("CheckpointError", "model.layers.0.input_layernorm.weight"),
+    "query": ("CheckpointError", "parts of model.layers.1.self_attn.qkv_proj.weight are missing"),
     "reload": ("UnsupportedError", "reloaded in place"),
     "stray": ("EngineError", "model.layers.0.mlp.experts.3.gate_proj.weight_packed into torch"),
 }

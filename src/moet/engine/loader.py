@@ -13,6 +13,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from moet.base.errors import CheckpointError, UnsupportedError
 from moet.checkpoint import Checkpoint, open_checkpoint
 from moet.engine import adapter, experts, op, refuse, settings, versions
@@ -76,11 +78,15 @@ class MoetModelLoader(_Base):  # type: ignore[misc]
     def load_weights(self, model: Any, model_config: Any) -> None:
         """The engine's tensors through the engine, the experts through moet."""
         checkpoint = self.checkpoint
+        for _, parameter in _sizeable(model):
+            parameter.data.fill_(torch.nan)  # what the checkpoint leaves out stays so
         super().load_weights(model, model_config)
         adapter.load_and_bind(model, checkpoint, self._config, op.next_model())
 
     def track_weights_loading(self, model: Any, loaded_weights: Any, **options: Any) -> None:
-        """Every tensor of the engine must have come from the checkpoint.
+        """Every tensor of the engine must have come from the checkpoint, and whole.
+
+        vLLM counts a fused tensor (q, k and v in one) as loaded when one of its parts was.
 
         Raises:
             CheckpointError: some did not; names them.
@@ -88,10 +94,10 @@ class MoetModelLoader(_Base):  # type: ignore[misc]
         try:
             super().track_weights_loading(model, loaded_weights, **options)
         except ValueError as error:
-            raise CheckpointError(
-                f"the checkpoint lacks tensors that the model needs: {error}",
-                hint="download the checkpoint again, all of its shards",
-            ) from error
+            raise _incomplete(str(error)) from error
+        holes = [name for name, parameter in _sizeable(model) if parameter.isnan().any()]
+        if holes:
+            raise _incomplete(f"parts of {', '.join(holes)} are missing, or NaN")
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Any]]:
         """(name, tensor) of every tensor of a source that is not a routed expert's.
@@ -114,3 +120,17 @@ class MoetModelLoader(_Base):  # type: ignore[misc]
                 for name in tensors.keys():  # noqa: SIM118
                     if not is_expert(name):
                         yield source.prefix + name, tensors.get_tensor(name)
+
+
+def _sizeable(model: Any) -> Iterator[tuple[str, Any]]:
+    """(name, parameter) of a model's arrays in BF16, FP16 or FP32; scalars have defaults."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in op.DTYPES and parameter.numel() > 1:
+            yield name, parameter
+
+
+def _incomplete(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint lacks tensors that the model needs: {what}",
+        hint="download the checkpoint again, all of its shards",
+    )
