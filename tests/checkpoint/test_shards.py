@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from moet.base.report import Level
 from moet.checkpoint import BrokenCheckpoint, Checkpoint, Fault, open_checkpoint
 from moet.checkpoint.shards import read_shards
 from moet.testing.malformed import FILES, FOLDERS, SINGLE_FOLDERS, entry, file_of
-from moet.testing.toy import FAMILIES
+from moet.testing.toy import FAMILIES, write_toy_checkpoint
 
 Toy = Callable[..., Path]
 
@@ -143,3 +144,14 @@ def test_truncated_files_are_named(sixteenth: int, toy: Toy) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: len(content) * sixteenth // 16])
     assert fault_of(folder) in {Fault.TOO_SHORT, Fault.HEADER_PAST_END, Fault.TRUNCATED}
+
+
+@pytest.mark.parametrize("kind", ["config.json", "model.safetensors.index.json", "a shard"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    write_toy_checkpoint(tmp_path / "toy", "qwen3_moe", shards=2)
+    victim = next((tmp_path / "toy").glob("*.safetensors" if kind == "a shard" else kind))
+    victim.unlink()
+    os.mkfifo(victim)
+    with pytest.raises(BrokenCheckpoint, match="not a regular file") as caught:
+        open_checkpoint(tmp_path / "toy")
+    assert caught.value.fault is Fault.UNREADABLE

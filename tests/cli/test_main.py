@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,8 @@ ERRORS = {
     "bench cpu --act int4": "error: --act 'int4' is not a format\nhint: int8, int16 or both\n",
     "synth": "error: a preset or a config.json is needed\n"
     "hint: moet synth --list prints the presets\n",
+    "serve demo --port 70000": "error: --port 70000 is not a port\nhint: take one of 1 to 65535",
+    "verify bits --seed -1": "error: seed -1\nhint: 0 or more\n",
     "verify quality --kinds poems": "error: there is no kind 'poems'\nhint: kinds are addition, "
     "subtraction, multiplication, recall, json, text\n",
 }
@@ -71,10 +74,44 @@ def test_a_bad_value_is_named(moet: Moet) -> None:
 def test_bad_settings_are_errors_of_the_command(
     moet: Moet, name: str, value: str, named: str
 ) -> None:
-    done = moet("serve", "demo", **{name: value})
+    for command in (["serve", "demo"], ["version"], ["doctor"]):
+        done = moet(*command, **{name: value})
+        assert (done.returncode, done.stdout) == (2, "")
+        assert named in done.stderr
+        assert "hint: " in done.stderr
+
+
+def test_an_absent_instruction_set_is_not_proven(moet: Moet) -> None:
+    done = moet("verify", "bits", "--outputs", "1", MOET_ISA="neon")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "instruction set 'neon' is not available" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["version", "version --json", "synth --list"])
+def test_a_full_disk_behind_stdout_is_an_error(command: str) -> None:
+    code = "import sys; from moet.cli.main import main; sys.argv[0] = 'moet'; main()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 2
-    assert named in done.stderr
-    assert "hint: " in done.stderr
+    assert done.stderr.startswith("error: the system refuses: [Errno 28]")
+    assert "Traceback" not in done.stderr
+
+
+def test_what_nobody_foresaw_is_two_lines(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def broken(*_arguments: Any, **_options: Any) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(cli, "app", broken)
+    assert cli.run(["version"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: a fault of moet: ZeroDivisionError: by zero\nhint: ")
 
 
 def test_debug_shows_the_traceback(moet: Moet) -> None:

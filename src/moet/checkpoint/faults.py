@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from enum import StrEnum
 from pathlib import Path
 
@@ -102,3 +103,14 @@ class BrokenCheckpoint(CheckpointError):  # noqa: N818 - reads better in a raise
         super().__init__(f"{where}: {what} [{fault}]", hint=hint or HINTS.get(fault, _DAMAGED))
         self.fault = fault
         self.where = Path(where)
+
+
+def require_regular(file: Path) -> None:
+    """A reader of a pipe or a device would wait for ever, or never end.
+
+    Raises:
+        BrokenCheckpoint: UNREADABLE: it is something other than a file.
+        OSError: it is not there.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise BrokenCheckpoint(Fault.UNREADABLE, file, "cannot be read: not a regular file")

@@ -15,7 +15,7 @@ from moet.checkpoint.families import (
     ExpertFormat,
     MoeRule,
 )
-from moet.checkpoint.faults import BrokenCheckpoint, Fault
+from moet.checkpoint.faults import BrokenCheckpoint, Fault, require_regular
 from moet.checkpoint.header import strict_json
 from moet.formats.gate import GateKind
 from moet.formats.mxint import ActFormat
@@ -124,6 +124,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG if folder.is_dir() else folder
     try:
+        require_regular(file)
         if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise BrokenCheckpoint(Fault.BAD_CONFIG, file, f"more than {_MAX_CONFIG_BYTES} bytes")
         raw = file.read_bytes()

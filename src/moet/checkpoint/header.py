@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moet.checkpoint.faults import BrokenCheckpoint, Fault
+from moet.checkpoint.faults import BrokenCheckpoint, Fault, require_regular
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own implementation
 METADATA = "__metadata__"
@@ -204,6 +204,7 @@ def read_header(file: Path) -> Header:
         BrokenCheckpoint: one of the faults of a single file.
     """
     try:
+        require_regular(file)
         with file.open("rb") as stream:
             file_bytes = stream.seek(0, 2)
             stream.seek(0)

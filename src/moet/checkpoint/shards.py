@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moet.base.report import Finding, Level
-from moet.checkpoint.faults import BrokenCheckpoint, Fault
+from moet.checkpoint.faults import BrokenCheckpoint, Fault, require_regular
 from moet.checkpoint.header import Header, TensorInfo, read_header, strict_json
 
 INDEX = "model.safetensors.index.json"
@@ -35,6 +35,7 @@ class Shards:
 
 def _read_small(file: Path, limit: int) -> bytes:
     try:
+        require_regular(file)
         if file.stat().st_size > limit:
             raise BrokenCheckpoint(Fault.BAD_INDEX, file, f"more than {limit} bytes")
         return file.read_bytes()

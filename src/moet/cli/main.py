@@ -6,11 +6,13 @@ that died); 2 it could not run (usage, a bad input, a missing thing).
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
 import typer
 
+from moet.base import env
 from moet.base.errors import MoetError
 
 EXIT_BAD = 1
@@ -41,6 +43,7 @@ def options(
     """
     global _debug  # noqa: PLW0603  (read by main() after the command has failed)
     _debug = debug
+    env.read()  # a misspelt setting is an error of every command
 
 
 _debug = False
@@ -70,29 +73,36 @@ def _usage(error: Any) -> int:
     return EXIT_ERROR
 
 
+def _told(error: Exception) -> tuple[str, str]:
+    """An error that ended a command, as message and hint."""
+    if isinstance(error, MoetError):
+        return str(error), error.hint
+    if isinstance(error, ImportError):
+        return f"something is not installed: {error}", "moet doctor says what is missing"
+    if isinstance(error, OSError):  # a full disk behind stdout, say
+        return f"the system refuses: {error}", "moet --debug shows where"
+    what = f"a fault of moet: {type(error).__name__}: {error}"
+    return what, "moet --debug shows where; please report it"
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Runs one command line; returns the exit status. Errors are shown, not raised."""
     from moet.cli import console
 
     try:
         result = app(arguments, prog_name="moet", standalone_mode=False)
-    except MoetError as error:
-        if _debug:
-            raise
-        console.show_error(error)
-        return EXIT_ERROR
     except PARSE_ERRORS as error:
         return _usage(error)
-    except ImportError as error:
-        if _debug:
-            raise
-        console.tell("error", "bold red", f"something is not installed: {error}")
-        console.tell("hint", "cyan", "moet doctor says what is missing")
-        return EXIT_ERROR
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read our data has seen enough
         return 0
+    except Exception as error:
+        if _debug:
+            raise
+        message, hint = _told(error)
+        console.show_error(MoetError(message, hint=hint))
+        return EXIT_ERROR
     return result if isinstance(result, int) else 0
 
 
@@ -103,4 +113,7 @@ def main() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         sys.stderr.close()
+    except OSError:  # told already, when it was written
+        status = status or EXIT_ERROR
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

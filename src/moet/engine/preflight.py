@@ -61,7 +61,9 @@ def require_access(host: str, api_key: str) -> None:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises MachineError when nothing can listen there."""
+    """Raises MachineError when nothing can listen there, UsageError when it is no port."""
+    if not 0 <= port < 2**16:
+        raise UsageError(f"--port {port} is not a port", hint="take one of 1 to 65535, or 0: any")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

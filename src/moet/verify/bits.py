@@ -21,7 +21,7 @@ from moet.base.errors import UsageError
 from moet.formats.gate import GateKind
 from moet.formats.mxint import ActFormat
 from moet.kernels import reference
-from moet.kernels.cpu import Pool, isa_available
+from moet.kernels.cpu import Pool, choose_isa, isa_available
 from moet.kernels.rounding import round_output
 from moet.kernels.spec import DType, LayerSpec
 from moet.verify.cases import (
@@ -127,7 +127,12 @@ class Exam:
         return np.flatnonzero(np.concatenate(parts).view(self.expected.dtype) != self.expected)
 
 
-def run(outputs: int, seed: int = 0, progress: Progress = lambda what, share: None) -> BitsReport:
+def run(
+    outputs: int,
+    seed: int = 0,
+    progress: Progress = lambda what, share: None,
+    isa: str = "",
+) -> BitsReport:
     """Compares until the reference has computed so many outputs, at least half of them deep.
 
     The reference is what takes the time: about 200,000 deep and 2 million other outputs a second
@@ -137,14 +142,18 @@ def run(outputs: int, seed: int = 0, progress: Progress = lambda what, share: No
         outputs: numbers to compare, at least.
         seed: of the cases.
         progress: told what is done and the share of it.
+        isa: the only instruction set to examine; empty: all that this machine has.
 
     Raises:
-        UsageError: `outputs` is not positive.
+        UsageError: `outputs` or `seed` is out of range.
+        KernelError: this machine does not have `isa`.
     """
     if outputs < 1:
         raise UsageError(f"{outputs} outputs", hint="1 or more, for example 10000000")
+    if seed < 0:
+        raise UsageError(f"seed {seed}", hint="0 or more")
     rng = np.random.default_rng(seed)
-    names = isa_available()
+    names = (choose_isa(isa),) if isa else isa_available()
     pools = {threads: Pool(threads) for threads in (1, 2, 3)}
     report = BitsReport(
         seed=seed, compared=dict.fromkeys(names, 0), differing=dict.fromkeys(names, 0)
@@ -153,8 +162,8 @@ def run(outputs: int, seed: int = 0, progress: Progress = lambda what, share: No
     while report.outputs < outputs or 2 * report.deep < outputs:
         exam = Exam.random(rng, deep=2 * report.deep < report.outputs)
         _count(report, exam)
-        for isa, way in _ways(rng, names):
-            _compare(report, exam, isa, pools[way.threads], way)
+        for name, way in _ways(rng, names):
+            _compare(report, exam, name, pools[way.threads], way)
         progress("comparing", min(1.0, report.outputs / outputs))
     report.seconds = time.monotonic() - start
     return report
