@@ -109,10 +109,10 @@ def test_verify_bits(
     as_json: bool,
     differing: int,
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, str]] = []
 
-    def run(outputs: int, seed: int, _progress: Any) -> bits.BitsReport:
-        asked.append((outputs, seed))
+    def run(outputs: int, seed: int, _progress: Any, isa: str) -> bits.BitsReport:
+        asked.append((outputs, seed, isa))
         return bits.BitsReport(
             seed=seed,
             cases=1,
@@ -123,10 +123,11 @@ def test_verify_bits(
         )
 
     monkeypatch.setattr(bits, "run", run)
+    monkeypatch.setenv("MOET_ISA", "avx2")
     flags = ["--json"] if as_json else []
     status = cli.run(["verify", "bits", "--outputs", "1000", "--seed", "7", *flags])
     assert status == (1 if differing else 0)
-    assert asked == [(1000, 7)]
+    assert asked == [(1000, 7, "avx2")]
     shown = capsys.readouterr().out
     if as_json:
         assert json.loads(shown)["passed"] is (differing == 0)

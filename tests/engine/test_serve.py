@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,8 +47,10 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    return Places(tmp_path_factory.mktemp("serve"))
+def places() -> Iterator[Places]:
+    """A short path: the names of sockets must fit in 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="moet-t-", dir="/tmp") as root:
+        yield Places(Path(root))
 
 
 @pytest.fixture(scope="module")

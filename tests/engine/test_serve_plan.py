@@ -50,6 +50,17 @@ def words(arguments: tuple[str, ...]) -> dict[str, str]:
     return {arguments[i]: (*arguments[i + 1 :], "")[0] for i in flags}
 
 
+def test_sockets_need_a_short_directory(
+    folder: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("long" * 10)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    with pytest.raises(MachineError, match="is too long: sockets below it need") as caught:
+        serveplan.make(request(folder), machine, Settings())
+    assert "XDG_RUNTIME_DIR" in caught.value.hint
+
+
 def test_a_plan_needs_nothing_but_the_folder(folder: Path, machine: Machine) -> None:
     plan = serveplan.make(request(folder), machine, Settings())
     given = words(plan.arguments)

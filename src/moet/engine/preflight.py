@@ -10,6 +10,9 @@ from moet.base.errors import CheckpointError, MachineError, UsageError
 from moet.base.units import format_bytes
 
 DEMO = "demo"
+SOCKET_PATH = 107  # of a Unix socket: sockaddr_un, less the zero at its end
+SERVER_NAME = 32  # at most, of a server's own directory (runfiles.create), with its slash
+ENGINE_SOCKET = 37  # a slash and a UUID: vLLM's sockets
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
 OURS = {
     "--model": "the model is the first argument: moet serve MODEL",
@@ -73,6 +76,16 @@ def require_free(host: str, port: int) -> None:
             what = f"cannot listen on {host}:{port}: {error.strerror}"
             hint = f"another server may run there; take another port: --port {port + 1}"
             raise MachineError(what, hint=hint) from error
+
+
+def require_socket_room(base: Path) -> None:
+    """Raises MachineError when the engine's sockets below ``base`` would have too long names."""
+    longest = len(str(base)) + SERVER_NAME + ENGINE_SOCKET
+    if longest > SOCKET_PATH:
+        raise MachineError(
+            f"{base} is too long: sockets below it need {longest} characters, {SOCKET_PATH} fit",
+            hint="point XDG_RUNTIME_DIR to a shorter path, or leave it unset",
+        )
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from moet.base.env import Settings
 from moet.checkpoint import Checkpoint, open_checkpoint
-from moet.engine import kvcache, preflight
+from moet.engine import kvcache, preflight, runfiles
 from moet.engine.preflight import flag_value
 from moet.hybrid.load import tier_bytes
 from moet.kernels.cpu import choose_isa
@@ -151,7 +151,7 @@ def make(request: Request, machine: Machine, settings: Settings) -> ServePlan:
         UsageError: an open door without a key, an argument that moet sets itself.
         CheckpointError: no such folder, not a checkpoint, not one that moet serves.
         KernelError: the forced instruction set is not there.
-        MachineError: the port is taken, or the memory is too small.
+        MachineError: the port is taken, the memory too small, or no room for sockets' names.
     """
     isa = choose_isa(settings.isa)
     preflight.require_passable(request.model, request.extra)
@@ -160,6 +160,7 @@ def make(request: Request, machine: Machine, settings: Settings) -> ServePlan:
     checkpoint = open_checkpoint(folder)
     preflight.require_tokenizer(folder)
     preflight.require_free(request.host, request.port)
+    preflight.require_socket_room(runfiles.base_directory())
     asked = flag_value(request.extra, "--max-model-len")
     context = (asked and kvcache.parse_count(asked)) or kvcache.context_length(checkpoint.config)
     kv = _kv_bytes(request, checkpoint, context, machine.memory.available)
