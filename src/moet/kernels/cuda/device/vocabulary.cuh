@@ -8,6 +8,9 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
+#define MOET_KERNEL(threads, blocks) \
+  extern "C" __global__ void __launch_bounds__(threads, blocks)
+
 #ifdef MOET_HOST
 #include "host_vocabulary.h"
 #else
