@@ -214,6 +214,20 @@ def test_killing_is_bounded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None
     files = RunFiles(base / "x", replace(Record(pid=1, started=1, boot=BOOT)))
     stuck = [processes.Process(GONE, 5)]
     monkeypatch.setattr(RunFiles, "processes", lambda _: stuck)
+    monkeypatch.setattr(processes, "is_alive", lambda _: True)
     monkeypatch.setattr(runfiles, "KILL_SECONDS", 0.1)
     with pytest.raises(EngineError, match=f"processes {GONE} were killed and do not end"):
         files.kill_processes()
+
+
+def test_a_process_that_gives_its_memory_back_has_not_ended(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its environment, by which it is known, is empty then."""
+    files = RunFiles(base / "x", replace(Record(pid=1, started=1, boot=BOOT)))
+    found = [[processes.Process(GONE, 5)]]
+    looks = [True, True, True, False]
+    monkeypatch.setattr(RunFiles, "processes", lambda _: found.pop() if found else [])
+    monkeypatch.setattr(processes, "is_alive", lambda _: looks.pop(0))
+    files.kill_processes()
+    assert looks == []

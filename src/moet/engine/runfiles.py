@@ -150,7 +150,8 @@ class RunFiles:
             EngineError: the kernel does not let some of them end (they hang in a system call).
         """
         killed, began = 0, time.monotonic()
-        while left := self.processes():
+        seen: set[Process] = set()
+        while left := self._not_ended(seen):
             seconds = time.monotonic() - began
             if seconds > KILL_SECONDS:
                 pids = ", ".join(str(process.pid) for process in left)
@@ -159,6 +160,15 @@ class RunFiles:
             killed += self.strike(trackers=seconds > TRACKER_SECONDS)
             time.sleep(0.05)
         return killed
+
+    def _not_ended(self, seen: set[Process]) -> list[Process]:
+        """Those of the server's processes that are still there; ``seen`` grows by them.
+
+        A process that ends loses its environment first, and is found no more, long before its
+        memory is free and its files are closed (a second or more for a large one).
+        """
+        seen.update(self.processes())
+        return sorted(process for process in seen if processes.is_alive(process))
 
     def remove(self) -> int:
         """Removes the directory and what it names; returns how many shared segments were left."""
