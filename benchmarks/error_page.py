@@ -34,8 +34,9 @@ CHAPTERS = {
     ),
     "recorded": (
         "Recorded activations: SQNR in dB",
-        "x: inputs of the experts of a layer (bf16, where the model computes in it); h: their "
-        "middle in fp32. The last column is a share of blocks.",
+        "{model}, {tokens} tokens and {routings} routings a layer, from held-out dialogues by "
+        "`benchmarks/record_activations.py`. x: inputs of the experts of a layer (bf16, where the "
+        "model computes in it); h: their middle in fp32. The last column is a share of blocks.",
     ),
     "model": (
         "The recorded model's own experts: relative error",
@@ -55,7 +56,7 @@ def cell(value: float | None, column: str, chapter: str) -> str:
 
 def render(record: dict[str, Any]) -> str:
     """The page as markdown."""
-    machine = record["machine"]
+    machine, recorded = record["machine"], record.get("recorded", {})
     lines = [
         "# Errors of quantised activations",
         "",
@@ -70,7 +71,14 @@ def render(record: dict[str, Any]) -> str:
     for chapter, table in record["tables"].items():
         title, note = CHAPTERS[chapter]
         columns = list(next(iter(table.values())))
-        lines += ["", f"## {title}", "", note, "", "| | " + " | ".join(columns) + " |"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            note.format(**recorded),
+            "",
+            "| | " + " | ".join(columns) + " |",
+        ]
         lines.append("|---" * (len(columns) + 1) + "|")
         for name, row in table.items():
             cells = (cell(row[c], c, chapter) for c in columns)

@@ -5,7 +5,8 @@
 writes `benchmarks/records/numerics-errors.json` and renders `docs/numerics-errors.md` from it
 (`--render` does only the latter). An activations file holds arrays [tokens, K], fp32, fp16 or bf16
 bits as uint16, named by layer: `layer3.x` is the input of the experts of layer 3, `layer3.h` their
-middle, one row a routing. With the model's folder, whole experts are computed on `x` as well.
+middle, one row a routing; `record_activations.py` writes one. With the model's folder, whole
+experts are computed on `x` as well.
 """
 
 from __future__ import annotations
@@ -276,12 +277,24 @@ def recorded_table(activations: dict[str, F64]) -> Table:
     return table
 
 
+def recorded_setup(activations: dict[str, F64], model: Path | None) -> dict[str, Any]:
+    """What was recorded: of which model, and how many rows an array has, at most."""
+    rows = {
+        end: [len(x) for n, x in activations.items() if n.endswith(end)] for end in (".x", ".h")
+    }
+    return {
+        "model": model.name if model else "",
+        "tokens": max(rows[".x"], default=0),
+        "routings": max(rows[".h"], default=0),
+    }
+
+
 def _layer_order(name: str) -> tuple[list[int], str]:
     return [int(n) for n in re.findall(r"\d+", name)], name
 
 
 def model_table(folder: Path, activations: dict[str, F64], experts: int, tokens: int) -> Table:
-    """Mean relative error of some of a model's own experts, on the recorded inputs."""
+    """Mean relative error of some of a model's own experts, on recorded inputs spread evenly."""
     from moet.checkpoint.open import open_checkpoint
     from moet.formats.tiling import read_expert
     from moet.hybrid.expert_reader import ExpertReader, OpenFiles
@@ -304,7 +317,7 @@ def model_table(folder: Path, activations: dict[str, F64], experts: int, tokens:
         for e in np.linspace(0, geometry.experts - 1, experts).astype(int):
             reader.read(checkpoint.expert_tensors(_layer_order(name)[0][0], int(e)), record)
             expert = Expert(read_expert(layout, record), geometry.gate, geometry.limit)
-            errors.append(expert.errors(x[:tokens]))
+            errors.append(expert.errors(x[:: -(-len(x) // tokens)]))
         table[name] = {f: float(np.mean([e[f] for e in errors])) for f in FORMATS}
     files.close()
     return table
@@ -343,6 +356,7 @@ def measure(activations: dict[str, F64], model: Path | None) -> dict[str, Any]:
         "commit": git_commit(),
         "machine": {"cpu": read_cpu().model, "numpy": np.__version__},
         "python": platform.python_version(),
+        "recorded": recorded_setup(activations, model),
         "tables": tables,
     }
 
