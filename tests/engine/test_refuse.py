@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from moet.base.errors import EngineError, UnsupportedError
+from moet.base.errors import EngineError, UnsupportedError, UsageError
 from moet.checkpoint import ModelGeometry
 from moet.checkpoint.geometry import read_geometry
-from moet.engine import live, refuse, versions
+from moet.engine import asked, live, refuse, versions
 from moet.engine.live import LiveLayer
 from moet.testing.toy import toy_config
 
@@ -31,6 +31,7 @@ def config(**changed: Any) -> Any:
         "lora_config": None,
         "speculative_config": None,
         "kernel_config": Fake(moe_backend="auto"),
+        "load_config": Fake(model_loader_extra_config={}),
         "quant_config": Fake(online_quantization_config=None),
     }
     for name, value in changed.items():
@@ -53,6 +54,7 @@ REFUSED = [
     ({"lora_config": Fake()}, "LoRA"),
     ({"speculative_config": Fake(method="mtp")}, r"speculative decoding \(mtp\)"),
     ({"speculative_config": Fake(method="ngram")}, r"speculative decoding \(ngram\)"),
+    ({"load_config": Fake(model_loader_extra_config={"a": 1})}, "--model-loader-extra-config"),
     ({"kernel_config": Fake(moe_backend="deep_gemm_mega_moe")}, "deep_gemm_mega_moe"),
     ({"quant_config": Fake(online_quantization_config=Fake())}, "online quantisation"),
 ]
@@ -63,6 +65,80 @@ def test_engine_configs(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=f"moet does not serve .*{message}") as caught:
         refuse.engine_config(config(**changed))
     assert caught.value.hint
+
+
+FLAGS = [
+    ("--data-parallel-size 2", r"data parallelism \(--data-parallel-size 2\)"),
+    ("-dp=2", "data parallelism"),
+    ("-pp 2", r"pipeline parallelism \(--pipeline-parallel-size 2\)"),
+    ("--pipeline_parallel_size=3", "pipeline parallelism"),
+    ("-pcp 2", "prefill context parallelism"),
+    ("--nnodes 2", "several machines"),
+    ("--enable-expert-parallel", "expert parallelism"),
+    ("-ep", "expert parallelism"),
+    ("--enable-eplb", "load balancing"),
+    ("--enable-elastic-ep", "elastic"),
+    ("--max-num-seqs 2 --enable_lora", "LoRA"),
+    ('--speculative-config {"method":"ngram"}', r"speculative decoding \(ngram\)"),
+    ("-sc.method mtp", r"speculative decoding \(mtp\)"),
+    ("--speculative_config.model=x", r"speculative decoding \(a draft model\)"),
+    ("--spec-method ngram", r"speculative decoding \(ngram\)"),
+    ("--spec-tokens 3", "speculative decoding"),
+    ("--moe-backend triton", "--moe-backend triton"),
+    ('--model-loader-extra-config {"num_threads":8}', "--model-loader-extra-config"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), FLAGS)
+def test_flags(line: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"moet does not serve .*{message}") as caught:
+        refuse.arguments(asked.read(tuple(line.split())))
+    assert caught.value.hint.startswith("leave")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "-tp 2 --pipeline-parallel-size 1 --moe-backend auto",
+        "--enable-lora --no-enable-lora",
+        '--additional-config {"moet":{"arithmetic":"reference"},"other":1}',
+        "--additional-config.moet.arithmetic reference",
+        "--gpu-memory-utilization 0.5 --served-model-name x",
+    ],
+)
+def test_flags_that_pass(line: str) -> None:
+    refuse.arguments(asked.read(tuple(line.split())))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('--additional-config {"moet":{"arithmetics":"kernels"}}', "unknown setting .*arithmetics"),
+        ("--additional-config.moet.arithmetic numpy", "numpy"),
+        ('--additional_config={"moet":7}', "not an object"),
+        ("--additional-config {", "is not JSON"),
+        ("--additional-config [1]", "is not a JSON object"),
+        ("--tensor-parallel-size 0", "'0' is not a number from 1 up"),
+        ("-tp two", "'two' is not a number"),
+        ("-dp", "expected one argument"),
+        ("--max-model-len 0", "'0' is not a size"),
+        ("--max-model-len lots", "'lots' is not a size"),
+        ("--kv-cache-memory-bytes 1Q", "'1Q' is not a size"),
+    ],
+)
+def test_flags_with_odd_values(line: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        refuse.arguments(asked.read(tuple(line.split())))
+    assert caught.value.hint
+
+
+def test_sizes() -> None:
+    read = asked.read(("--max-model-len", "32k", "--kv-cache-memory-bytes=1G"))
+    assert (read.max_model_len, read.kv_cache_memory_bytes) == (32_000, 1 << 30)
+    for automatic in ("auto", "-1"):
+        assert asked.read(("--max-model-len", automatic)).max_model_len == 0
+    assert asked.read(()).max_model_len is None
 
 
 def test_platforms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,13 @@ import pytest
 
 from moet import demo
 from moet.base.env import Settings
-from moet.base.errors import CheckpointError, KernelError, MachineError, UsageError
+from moet.base.errors import (
+    CheckpointError,
+    KernelError,
+    MachineError,
+    UnsupportedError,
+    UsageError,
+)
 from moet.engine import kvcache, preflight, serveplan
 from moet.engine.serveplan import Request
 from moet.hybrid.load import record_layout
@@ -28,7 +34,10 @@ GIB = 1 << 30
 def machine() -> Machine:
     real = read_machine()
     memory = replace(real.memory, available=16 * GIB)
-    return replace(real, memory=memory, cpu=replace(real.cpu, cores=(0, 1, 2, 3), numa_nodes=1))
+    four = (0, 1, 2, 3)
+    return replace(
+        real, memory=memory, cpu=replace(real.cpu, cores=four, usable=four, numa_nodes=1)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +166,38 @@ def test_too_little_memory_is_told_with_its_parts(folder: Path, machine: Machine
 def test_a_forced_instruction_set_that_is_not_there(folder: Path, machine: Machine) -> None:
     with pytest.raises(KernelError, match="avx9"):
         serveplan.make(request(folder), machine, Settings(isa="avx9"))
+
+
+def test_more_threads_than_cpus(folder: Path, machine: Machine) -> None:
+    with pytest.raises(UsageError, match=r"MOET_THREADS=999 of 4 usable CPU\(s\)") as error:
+        serveplan.make(request(folder), machine, Settings(threads=999))
+    assert error.value.hint
+
+
+def test_what_moet_has_not_is_known_before_a_start(folder: Path, machine: Machine) -> None:
+    for extra in (("-pp", "2"), ("--enable-lora",), ("--spec-method", "ngram")):
+        with pytest.raises(UnsupportedError, match="moet does not serve"):
+            serveplan.make(request(folder, *extra), machine, Settings())
+    settings = ("--additional-config", '{"moet": {"oops": 1}}')
+    with pytest.raises(UsageError, match=r"additional_config\.moet\.oops"):
+        serveplan.make(request(folder, *settings), machine, Settings())
+    with pytest.raises(UsageError, match="ranks"):
+        serveplan.make(request(folder, "-tp", "9"), machine, Settings())
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_name_is_not_this_folder(name: str, machine: Machine) -> None:
+    with pytest.raises(UsageError, match="name of the model is empty"):
+        serveplan.make(request(name), machine, Settings())
+
+
+def test_gguf_is_named(tmp_path: Path, machine: Machine) -> None:
+    file = tmp_path / "model-Q4_K_M.GGUF"
+    file.write_bytes(b"GGUF")
+    for model in (file, tmp_path):
+        with pytest.raises(CheckpointError, match="GGUF is not supported") as error:
+            serveplan.make(request(model), machine, Settings())
+        assert "safetensors" in error.value.hint
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from moet.checkpoint.experts import ExpertTensors, MatrixSpans, Span
 from moet.checkpoint.families import ExpertFormat
 from moet.checkpoint.faults import BrokenCheckpoint, Fault
 from moet.checkpoint.geometry import ModelGeometry
-from moet.checkpoint.open import Checkpoint, open_checkpoint
+from moet.checkpoint.open import Checkpoint, open_checkpoint, refuse_gguf
 
 __all__ = [
     "BrokenCheckpoint",
@@ -16,4 +16,5 @@ __all__ = [
     "ModelGeometry",
     "Span",
     "open_checkpoint",
+    "refuse_gguf",
 ]

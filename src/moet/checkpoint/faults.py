@@ -33,6 +33,7 @@ class Fault(StrEnum):
     TRUNCATED = "truncated"
     TRAILING_BYTES = "trailing-bytes"
     # the folder and its index
+    GGUF = "gguf"
     NO_WEIGHTS = "no-weights"
     NO_INDEX = "no-index"
     BAD_INDEX = "bad-index"
@@ -68,6 +69,7 @@ HINTS: dict[Fault, str] = {
     Fault.LFS_POINTER: "run `git lfs pull` in the folder, or download with the hub's own client",
     Fault.HEADER_PAST_END: _CUT_SHORT,
     Fault.TRUNCATED: _CUT_SHORT,
+    Fault.GGUF: "download the model as a safetensors checkpoint with MXFP4 experts",
     Fault.NO_WEIGHTS: "give the folder that holds config.json and the *.safetensors files",
     Fault.NO_INDEX: "download model.safetensors.index.json too: it says which shards there are",
     Fault.BAD_INDEX: "download model.safetensors.index.json again",

@@ -73,6 +73,18 @@ def _refuse_unsupported(geometry: ModelGeometry, file: Path) -> None:
     _ = geometry.gate
 
 
+def refuse_gguf(path: Path) -> None:
+    """Says so where a path is a GGUF file, or a folder with such files and no safetensors.
+
+    Raises:
+        BrokenCheckpoint: GGUF.
+    """
+    files = [path] if path.is_file() else list(path.glob("*"))
+    names = {file.suffix.lower() for file in files}
+    if ".gguf" in names and ".safetensors" not in names:
+        raise BrokenCheckpoint(Fault.GGUF, path, "GGUF is not supported")
+
+
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Opens a checkpoint folder. Reads headers, index and config only.
 
@@ -82,6 +94,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     folder = Path(path)
     if not folder.is_dir():
         raise BrokenCheckpoint(Fault.UNREADABLE, folder, "not a folder")
+    refuse_gguf(folder)
     config = read_config(folder)
     geometry = read_geometry(config, folder / CONFIG)
     _refuse_unsupported(geometry, folder / CONFIG)

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from moet.base import env, log
 from moet.base.errors import EngineError, MoetError, UsageError
-from moet.engine import health
+from moet.engine import health, refuse
 from moet.engine.heartbeat import Page, Phase
 from moet.machine import processes
 
@@ -52,6 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         UsageError: a flag that vLLM does not know, a value that it does not take, a second model,
             or another value for something that the supervisor has decided and checked.
+        UnsupportedError: what moet does not serve, from a file of flags (``--config``).
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
@@ -64,6 +65,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_arg_parser(Parser(allow_abbrev=False))  # "--hos" must not get past our checks
     args: argparse.Namespace = parser.parse_args(arguments)
     require_planned(args, arguments)
+    refuse.arguments(args)
     configure_logging_from_args(args)
     try:
         validate_parsed_serve_args(args)

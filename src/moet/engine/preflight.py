@@ -8,16 +8,19 @@ from pathlib import Path
 
 from moet.base.errors import CheckpointError, MachineError, UsageError
 from moet.base.units import format_bytes
+from moet.checkpoint import refuse_gguf
 
 DEMO = "demo"
 SOCKET_PATH = 107  # of a Unix socket: sockaddr_un, less the zero at its end
 SERVER_NAME = 32  # at most, of a server's own directory (runfiles.create), with its slash
 ENGINE_SOCKET = 37  # a slash and a UUID: vLLM's sockets
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
 OURS = {
     "--model": "the model is the first argument: moet serve MODEL",
     "--load-format": "moet loads the model: leave it out",
     "--uds": "moet serves over TCP: --port",
+    "--headless": "moet serve answers requests itself: leave it out",
+    "--api-server-count": "one process answers requests: leave it out",
+    "-asc": "one process answers requests: leave it out",
 }
 
 
@@ -32,18 +35,12 @@ def find_model(model: str) -> tuple[Path, str]:
 
         return demo.path(), demo.NAME
     folder = Path(model).expanduser()
+    refuse_gguf(folder)
     if not folder.is_dir():
         hint = "give the folder of a downloaded checkpoint, or: moet serve demo"
         kind = "is a file, not a checkpoint folder" if folder.exists() else "is not a folder here"
         raise CheckpointError(f"{model} {kind}", hint=hint)
     return folder, folder.resolve().name
-
-
-def require_tokenizer(folder: Path) -> None:
-    """Raises CheckpointError where there is none."""
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        hint = "copy tokenizer.json and tokenizer_config.json of the model into that folder"
-        raise CheckpointError(f"{folder} has no tokenizer", hint=hint)
 
 
 def is_loopback(host: str) -> bool:
@@ -95,6 +92,13 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
+def require_threads(asked: int, usable: int) -> None:
+    """Raises UsageError for more threads than logical CPUs: they would wait for each other."""
+    if asked > usable:
+        hint = "unset it: moet takes one thread a core"
+        raise UsageError(f"MOET_THREADS={asked} of {usable} usable CPU(s)", hint=hint)
+
+
 def require_memory(parts: dict[str, int], available: int) -> None:
     """Raises MachineError, with the numbers, when the parts do not fit. Sizes in bytes."""
     needed = sum(parts.values())
@@ -120,6 +124,9 @@ def flag_value(extra: tuple[str, ...], name: str) -> str | None:
 
 def require_passable(model: str, extra: tuple[str, ...]) -> None:
     """Raises UsageError for arguments that moet sets itself, or that are no flags at all."""
+    if not model.strip():
+        hint = "moet serve FOLDER, or: moet serve demo"
+        raise UsageError("the name of the model is empty", hint=hint)
     if model.startswith("-"):
         raise UsageError("the model comes first", hint="moet serve MODEL [flags]")
     for name, hint in OURS.items():

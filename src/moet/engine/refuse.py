@@ -8,7 +8,7 @@ from typing import Any
 
 from moet.base.errors import EngineError, UnsupportedError
 from moet.checkpoint import ModelGeometry
-from moet.engine import versions
+from moet.engine import settings, versions
 from moet.formats.gate import GateKind
 
 # The engine's name of each gate's activation.
@@ -35,11 +35,12 @@ def _parallel_faults(parallel: Any) -> Iterator[tuple[str, str]]:
         "data_parallel_size": "data parallelism",
         "pipeline_parallel_size": "pipeline parallelism",
         "prefill_context_parallel_size": "prefill context parallelism",
+        "nnodes": "models spread over several machines",
     }
     for field, name in sizes.items():
-        if getattr(parallel, field, 1) > 1:
+        if (size := getattr(parallel, field, None) or 1) > 1:
             flag = "--" + field.replace("_", "-")
-            yield f"{name} ({flag} {getattr(parallel, field)})", "use --tensor-parallel-size"
+            yield f"{name} ({flag} {size})", f"leave out {flag}; use --tensor-parallel-size"
     switches = {
         "enable_eplb": ("expert-parallel load balancing", "leave out --enable-eplb"),
         "enable_expert_parallel": (
@@ -53,19 +54,70 @@ def _parallel_faults(parallel: Any) -> Iterator[tuple[str, str]]:
             yield name, hint
 
 
-def _feature_faults(config: Any) -> Iterator[tuple[str, str]]:
-    if config.lora_config is not None:
+def _lora(asked: bool) -> Iterator[tuple[str, str]]:
+    if asked:
         yield "LoRA adapters", "leave out --enable-lora"
+
+
+def _drafts(method: str | None) -> Iterator[tuple[str, str]]:
+    # vLLM 0.32's CPU build draws wrong tokens from drafts above temperature 0, with stock weights
+    # too (docs/engine.md); a draft model would also need experts of its own.
+    if method is not None:
+        hint = "leave out --speculative-config and --spec-*"
+        yield f"speculative decoding ({method})", hint
+
+
+def _backend(name: str | None) -> Iterator[tuple[str, str]]:
+    if name not in (None, "auto"):
+        yield f"--moe-backend {name}", "leave it out: moet computes the experts"
+
+
+def _loader_options(options: Any) -> Iterator[tuple[str, str]]:
+    if options:
+        yield "--model-loader-extra-config", "leave it out: moet reads the checkpoint itself"
+
+
+def _feature_faults(config: Any) -> Iterator[tuple[str, str]]:
     draft = config.speculative_config
-    if draft is not None:
-        # vLLM 0.32's CPU build draws wrong tokens from drafts above temperature 0, with stock
-        # weights too (docs/engine.md); a draft model would also need experts of its own.
-        yield f"speculative decoding ({draft.method})", "leave out --speculative-config"
-    backend = getattr(config.kernel_config, "moe_backend", "auto")
-    if backend != "auto":
-        yield f"--moe-backend {backend}", "leave it out: moet computes the experts"
+    yield from _lora(config.lora_config is not None)
+    yield from _drafts(None if draft is None else draft.method)
+    yield from _backend(getattr(config.kernel_config, "moe_backend", None))
+    yield from _loader_options(config.load_config.model_loader_extra_config)
     if getattr(config.quant_config, "online_quantization_config", None) is not None:
         yield "online quantisation", "leave out --quantization"
+
+
+def _draft_method(args: Any) -> str | None:
+    """The method that flags name, or what else shows that drafts are wanted; None: they are not."""
+    config = getattr(args, "speculative_config", None)
+    words = [getattr(args, name, None) for name in ("spec_method", "spec_model", "spec_tokens")]
+    if config is None and words == [None] * 3:
+        return None
+    named = (config or {}).get("method") or words[0]
+    return str(named or "a draft model")
+
+
+def _argument_faults(args: Any) -> Iterator[tuple[str, str]]:
+    yield from _parallel_faults(args)
+    yield from _lora(bool(getattr(args, "enable_lora", False)))
+    yield from _drafts(_draft_method(args))
+    yield from _backend(getattr(args, "moe_backend", None))
+    yield from _loader_options(getattr(args, "model_loader_extra_config", None))
+
+
+def arguments(args: Any) -> None:
+    """Refuses what flags ask for and moet has not: the user hears it before the engine starts.
+
+    Args:
+        args: a namespace with vLLM's names, of ``asked.read`` or of vLLM's own parser.
+
+    Raises:
+        UnsupportedError: names the first such thing.
+        UsageError: a section ``moet`` of ``--additional-config`` that cannot be read.
+    """
+    for what, hint in _argument_faults(args):
+        raise _refuse(what, hint)
+    settings.read(getattr(args, "additional_config", None))
 
 
 def engine_config(config: Any) -> None:

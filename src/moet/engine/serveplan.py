@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from moet.base.env import Settings
 from moet.checkpoint import Checkpoint, open_checkpoint
-from moet.engine import kvcache, preflight, runfiles
+from moet.engine import asked, chatfiles, kvcache, preflight, refuse, runfiles
 from moet.engine.preflight import flag_value
-from moet.hybrid.load import tier_bytes
+from moet.hybrid.load import record_layout, tier_bytes
 from moet.kernels.cpu import choose_isa
 from moet.machine import Machine
 
@@ -44,8 +44,7 @@ class Request:
     @property
     def workers(self) -> int:
         """Worker processes: vLLM's tensor-parallel size."""
-        text = flag_value(self.extra, "--tensor-parallel-size") or flag_value(self.extra, "-tp")
-        return int(text) if text and text.isdigit() and int(text) else 1
+        return int(asked.read(self.extra).tensor_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +131,9 @@ def _arguments(request: Request, checkpoint: Checkpoint, name: str) -> list[str]
 
 def _kv_bytes(request: Request, checkpoint: Checkpoint, context: int, available: int) -> int | None:
     """Size of the KV cache: what the user asked for, else what moet chooses; None: vLLM decides."""
-    asked = flag_value(request.extra, "--kv-cache-memory-bytes")
-    if asked is not None:
-        return kvcache.parse_count(asked)
+    wanted: int | None = asked.read(request.extra).kv_cache_memory_bytes
+    if wanted is not None:
+        return wanted or None
     token = kvcache.bytes_per_token(checkpoint.config)
     return kvcache.budget(token, context, available) if token and context else None
 
@@ -148,22 +147,29 @@ def make(request: Request, machine: Machine, settings: Settings) -> ServePlan:
         settings: threads and instruction set of the CPU tier.
 
     Raises:
-        UsageError: an open door without a key, an argument that moet sets itself.
-        CheckpointError: no such folder, not a checkpoint, not one that moet serves.
+        UsageError: an open door without a key, an argument that moet sets itself, a flag or a
+            setting with a value that it cannot have.
+        UnsupportedError: flags that ask for what moet has not; see ``refuse``.
+        CheckpointError: no such folder, not a checkpoint, not one that moet serves, a tokenizer
+            or a chat template that cannot be used.
         KernelError: the forced instruction set is not there.
         MachineError: the port is taken, the memory too small, or no room for sockets' names.
     """
     isa = choose_isa(settings.isa)
+    preflight.require_threads(settings.threads, len(machine.cpu.usable))
     preflight.require_passable(request.model, request.extra)
+    flags = asked.read(request.extra)
+    refuse.arguments(flags)
     preflight.require_access(request.host, request.api_key)
     folder, name = preflight.find_model(request.model)
     checkpoint = open_checkpoint(folder)
-    preflight.require_tokenizer(folder)
+    chatfiles.require_tokenizer(folder)
+    chatfiles.require_chat_template(folder, flags.chat_template)
     preflight.require_free(request.host, request.port)
     preflight.require_socket_room(runfiles.base_directory())
-    asked = flag_value(request.extra, "--max-model-len")
-    context = (asked and kvcache.parse_count(asked)) or kvcache.context_length(checkpoint.config)
+    context = flags.max_model_len or kvcache.context_length(checkpoint.config)
     kv = _kv_bytes(request, checkpoint, context, machine.memory.available)
+    record_layout(checkpoint.geometry, request.workers - 1, request.workers)
     experts = tier_bytes(checkpoint.geometry)
     parts = {"experts": experts, "other weights": dense_bytes(checkpoint)}
     parts |= {"KV cache": kv or 0, "engine": engine_bytes(request.workers)}

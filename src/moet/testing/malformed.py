@@ -195,6 +195,11 @@ def _truncate(folder: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
+def _as_gguf(folder: Path) -> None:
+    _no_weights(folder)
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF\3\0\0\0")
+
+
 def _write(name: str, content: bytes) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
         (folder / name).write_bytes(content)
@@ -239,6 +244,7 @@ FOLDERS: dict[str, tuple[Fault, Callable[[Path], None]]] = {
     "config with fewer experts": (Fault.EXTRA_EXPERT, _edit_config(num_experts=3)),
     "config with fewer layers": (Fault.EXTRA_EXPERT, _edit_config(num_hidden_layers=1)),
     "no weights": (Fault.NO_WEIGHTS, _no_weights),
+    "GGUF": (Fault.GGUF, _as_gguf),
     "no index": (Fault.NO_INDEX, lambda f: (f / INDEX).unlink()),
     "index is not JSON": (Fault.BAD_INDEX, _write(INDEX, b"weights")),
     "index without a map": (Fault.BAD_INDEX, _write(INDEX, b'{"metadata":{}}')),
