@@ -2,7 +2,7 @@
 # Builds moet._core with the address and undefined-behaviour sanitizers into a throwaway folder and
 # runs the tests that exercise it. Any finding ends the process that made it, so the tests fail.
 #
-#   scripts/sanitize.sh [pytest arguments]      default: the kernel tests, without the slow ones
+#   scripts/sanitize.sh [pytest arguments]      default: all tests that call _core but the slow ones
 #
 # PYTHON names the interpreter (default: python3); it needs moet's dependencies, nanobind, cmake,
 # ninja and pytest. SANITIZE chooses others: SANITIZE=thread is possible too.
@@ -39,7 +39,12 @@ esac
 # libstdc++ as well: the sanitizer must find __cxa_throw before Python loads it.
 runtimes+=("$("${CXX:-g++}" -print-file-name=libstdc++.so)")
 
-if [ $# -eq 0 ]; then set -- "$root/tests/kernels" -m "not slow"; fi
+# The pool, instruction sets, single kernels, whole layers, repacking, loading, the cores' plan.
+# Not test_cuda_build: it calls NVRTC alone, whose libraries do not find each other under asan.
+if [ $# -eq 0 ]; then
+  set -- tests/kernels tests/formats/test_repack.py tests/hybrid tests/machine \
+    tests/engine/test_cores.py --ignore=tests/kernels/test_cuda_build.py -m "not slow"
+fi
 
 # Leaks: the interpreter keeps memory to its end on purpose, so that check is off.
 cd "$root"
