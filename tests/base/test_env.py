@@ -28,6 +28,10 @@ def test_values_are_typed() -> None:
         ({"MOET_STALL_SECONDS": "soon"}, "MOET_STALL_SECONDS"),
         ({"MOET_STALL_SECONDS": "0"}, "MOET_STALL_SECONDS"),
         ({"MOET_STALL_SECONDS": "nan"}, "MOET_STALL_SECONDS"),
+        ({"MOET_API_KEY": "schlüssel"}, "MOET_API_KEY"),
+        ({"MOET_API_KEY": "two words"}, "MOET_API_KEY"),
+        ({"MOET_CACHE_DIR": ""}, "MOET_CACHE_DIR"),
+        ({"MOET_CACHE_DIR": "~no such user/x"}, "no such user"),
     ],
 )
 def test_bad_settings_are_refused_by_name(environ: dict[str, str], named: str) -> None:

@@ -69,17 +69,49 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def fake_openai() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """URL of a running server, and the requests that it gets."""
-    requests: list[dict[str, Any]] = []
-    handler = type("Recording", (Handler,), {"requests": requests})
+def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """URL of a server that lives as long as the block."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def odd_server(models: bytes, events: bytes) -> Iterator[str]:
+    """URL of a server that says the same whatever it is asked."""
+
+    class Odd(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            """Silence."""
+
+        def do_GET(self) -> None:
+            self.say(models)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.say(events)
+
+        def say(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with running(Odd) as url:
+        yield url
+
+
+@contextmanager
+def fake_openai() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """URL of a running server, and the requests that it gets."""
+    requests: list[dict[str, Any]] = []
+    handler = type("Recording", (Handler,), {"requests": requests})
+    with running(handler) as url:
+        yield url, requests

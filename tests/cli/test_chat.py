@@ -20,7 +20,7 @@ from moet.base.errors import EngineError
 from moet.cli.client import Answer, Client
 
 from .conftest import Moet
-from .fake_openai import fake_openai
+from .fake_openai import fake_openai, odd_server
 
 Fake = tuple[str, list[dict[str, Any]]]
 
@@ -61,10 +61,13 @@ def test_json_has_the_figures(moet: Moet, server: Fake) -> None:
 @pytest.mark.parametrize(
     ("question", "said"),
     [
-        ("long", "error: the server answers 400: the context is too long"),
-        ("key", "error: the server answers 401: a valid API key is needed"),
-        ("error", "error: the server answers 503: the engine has died"),
-        ("cut", "error: the answer was cut off"),
+        (
+            "long",
+            "error: the server answers 400: the context is too long\nhint: the server does not",
+        ),
+        ("key", "error: the server answers 401: a valid API key is needed\nhint: set MOET_API_KEY"),
+        ("error", "error: the server answers 503: the engine has died\nhint: it starts, stops or"),
+        ("cut", "error: the answer was cut off\nhint: "),
     ],
 )
 def test_what_goes_wrong_is_said(moet: Moet, server: Fake, question: str, said: str) -> None:
@@ -72,6 +75,111 @@ def test_what_goes_wrong_is_said(moet: Moet, server: Fake, question: str, said: 
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+BAD_ARGUMENTS = {
+    "--temperature nan hi": "--temperature nan is not a number from 0 up",
+    "--temperature -1 hi": "--temperature -1.0 is not a number from 0 up",
+    "--temperature inf hi": "--temperature inf is not a number from 0 up",
+    "--max-tokens -1 hi": "--max-tokens -1 is negative",
+    "--model demo hi": "--url and --model name two servers",
+}
+
+
+@pytest.mark.parametrize("line", BAD_ARGUMENTS)
+def test_bad_arguments_are_named(moet: Moet, server: Fake, line: str) -> None:
+    done = moet("chat", "--url", server[0], *line.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {BAD_ARGUMENTS[line]}\nhint: ")
+    assert server[1] == []
+
+
+def test_what_is_not_utf_8_is_named(server: Fake, tmp_path: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MOET_")}
+    command = [sys.executable, "-m", "moet", "chat", "--url", server[0]]
+    for extra, given, said in (
+        ([], b"caf\xe9", b"error: stdin is not UTF-8: "),
+        ([b"caf\xe9"], b"", b"error: the question is not UTF-8\n"),
+        ([b"hello", b"--system", b"\xff"], b"", b"error: the question is not UTF-8\n"),
+    ):
+        done = subprocess.run(
+            [*command, *extra], env=kept, input=given, capture_output=True, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith(said)
+        assert b"\nhint: " in done.stderr
+
+
+def test_a_key_that_no_header_can_carry(moet: Moet, server: Fake) -> None:
+    done = moet("chat", "hello", "--url", server[0], MOET_API_KEY="schl\u00fcssel")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: MOET_API_KEY has characters that an HTTP header cannot")
+    assert "schl" not in done.stderr
+
+
+def test_an_answer_that_stdout_cannot_spell(moet: Moet) -> None:
+    body = [{"choices": [{"delta": {"content": "caf\u00e9 \ud83c"}}]}]
+    events = "".join(f"data: {json.dumps(event)}\n\n" for event in body) + "data: [DONE]\n\n"
+    with odd_server(b'{"data": [{"id": "odd"}]}', events.encode()) as url:
+        done = moet("chat", "hi", "--url", url, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf? ?\n", "")
+
+
+MODELS = b'{"data": [{"id": "odd"}]}'
+ODD = {
+    "no JSON": (b"<html>hello</html>", b""),
+    "no models": (b'{"data": []}', b""),
+    "another form": (b'[{"models": 1}]', b""),
+    "a list": (b"[]", b""),
+    "events that are no JSON": (MODELS, b"data: {\n\n"),
+    "events that are lists": (MODELS, b"data: [1]\n\n"),
+    "choices that are words": (MODELS, b'data: {"choices": ["a"]}\n\n'),
+    "usage that is a word": (MODELS, b'data: {"usage": "much"}\n\n'),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_servers_are_named(moet: Moet, case: str) -> None:
+    with odd_server(*ODD[case]) as url:
+        done = moet("chat", "hi", "--url", url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: {url} answers in a way that moet does not understand: " in done.stderr
+    assert "hint: is it the URL of a server with OpenAI's API?" in done.stderr
+
+
+@pytest.mark.parametrize("error", ['"broken"', '{"code": "x"}', "null", "[]"])
+def test_odd_errors_are_still_errors(moet: Moet, error: str) -> None:
+    with odd_server(MODELS, b'data: {"error": ' + error.encode() + b"}\n\n") as url:
+        done = moet("chat", "hi", "--url", url)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the server answers 500: ")
+    assert "hint: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:99999", "is not the URL of a server"),
+        ("127.0.0.1:8000", "is not the URL of a server"),
+        ("http://", "is not the URL of a server"),
+        ("ftp://127.0.0.1", "is not the URL of a server"),
+        ("http://a\udcffb", "is not the URL of a server"),
+        ("http://[::1", "is not the URL of a server"),
+        ("http://127.0.0.1:9", "no server answers at"),
+    ],
+)
+def test_urls_that_lead_nowhere(moet: Moet, url: str, said: str) -> None:
+    done = moet("chat", "hi", "--url", url)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert "\nhint: " in done.stderr
+
+
+def test_tls_that_nobody_speaks(moet: Moet, server: Fake) -> None:
+    done = moet("chat", "hi", "--url", server[0].replace("http:", "https:"))
+    assert done.returncode == 2
+    assert "error: no server with TLS answers at" in done.stderr
 
 
 def test_the_client_measures(server: Fake) -> None:

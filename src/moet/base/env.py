@@ -64,7 +64,26 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     if not settings.stall_seconds > 0:
         hint = "give the seconds after which a silent engine is dead, for example 120"
         raise UsageError(f"MOET_STALL_SECONDS={settings.stall_seconds} is not positive", hint=hint)
+    if given.get("MOET_CACHE_DIR") == "":
+        raise UsageError("MOET_CACHE_DIR is empty", hint="name a directory, or unset it")
+    expand_user(settings.cache_dir)
+    require_key(settings.api_key, "MOET_API_KEY")
     return settings
+
+
+def expand_user(path: Path) -> Path:
+    """``path`` with its ``~`` replaced. Raises UsageError where that names no user."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{path}: {error}", hint="write the path out") from error
+
+
+def require_key(key: str, name: str) -> None:
+    """Raises UsageError for a key that no HTTP header can carry; the key itself is not shown."""
+    if not all("!" <= char <= "~" for char in key):
+        hint = "take a key of ASCII letters, digits and signs, without blanks"
+        raise UsageError(f"{name} has characters that an HTTP header cannot carry", hint=hint)
 
 
 def runtime_dir() -> Path | None:

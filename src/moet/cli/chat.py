@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moet.base import env
-from moet.base.errors import EngineError, UsageError
+from moet.base.errors import MoetError, UsageError
 from moet.cli import console
 
 if TYPE_CHECKING:
@@ -44,9 +45,16 @@ def chat(
     Uses a running `moet serve`, or starts a server of its own. Text on stdin is taken as the
     prompt. ctrl-C stops an answer, ctrl-D leaves.
     """
-    question = prompt or ("" if sys.stdin.isatty() else sys.stdin.read().strip())
+    if not 0 <= temperature < math.inf:
+        hint = "0 is always the same answer, 1 the model's own variety"
+        raise UsageError(f"--temperature {temperature} is not a number from 0 up", hint=hint)
+    if max_tokens < 0:
+        raise UsageError(f"--max-tokens {max_tokens} is negative", hint="0 means: what fits")
+    question = prompt or ("" if sys.stdin.isatty() else read_pipe())
     if not (question or sys.stdin.isatty()):
         raise UsageError("there is nothing to ask", hint='moet chat "How much is 12 + 30?"')
+    if json and not question:
+        raise UsageError("--json goes with a PROMPT", hint='moet chat --json "Hello"')
     options: dict[str, Any] = {"temperature": temperature}
     if max_tokens:
         options["max_tokens"] = max_tokens
@@ -58,6 +66,21 @@ def chat(
     return 0
 
 
+def read_pipe() -> str:
+    """stdin to its end.
+
+    Raises:
+        UsageError: it is not UTF-8.
+    """
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        hint = "convert it first: iconv -f latin1 -t utf-8"
+        raise UsageError(
+            f"stdin is not UTF-8: {error.reason} at {error.start}", hint=hint
+        ) from error
+
+
 def user(text: str) -> Message:
     """A message of the user."""
     return {"role": "user", "content": text}
@@ -65,10 +88,17 @@ def user(text: str) -> Message:
 
 @contextmanager
 def connected(url: str, model: str) -> Iterator[Client]:
-    """A client of the server that was named, of one that runs, or of one that is started here."""
+    """A client of the server that was named, of one that runs, or of one that is started here.
+
+    Raises:
+        UsageError: both are named.
+    """
     from moet.cli.client import Client
     from moet.engine import runfiles
 
+    if url and model:
+        hint = "--url for one that runs, --model to start one"
+        raise UsageError("--url and --model name two servers", hint=hint)
     key = env.read().api_key
     running = runfiles.running() if not (model or url) else []
     if url or running:
@@ -166,6 +196,9 @@ def read_line() -> str | None:
     except EOFError:
         console.say("")
         return None
+    except UnicodeDecodeError:
+        console.say("that line is not UTF-8", "yellow")
+        return ""
     except KeyboardInterrupt:
         console.say("")
         return "" if readline.get_line_buffer() else None
@@ -182,7 +215,7 @@ def hear(client: Client, messages: list[Message], options: dict[str, Any]) -> st
     except KeyboardInterrupt:
         console.say("\n(stopped)", "dim")
         return answer.text or None
-    except EngineError as error:
+    except MoetError as error:
         console.write("\n" if answer.pieces else "")
         console.show_error(error)
         return None

@@ -36,8 +36,9 @@ def err() -> Console:
 
 
 def write(text: str) -> None:
-    """Data, as it is, to stdout."""
-    sys.stdout.write(text)
+    """Data, as it is, to stdout; ``?`` for a character that its encoding does not have."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 

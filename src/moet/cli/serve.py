@@ -52,6 +52,7 @@ def serve(
     from moet.machine import read_machine
 
     settings = env.read()
+    env.require_key(api_key, "--api-key")
     request = serveplan.Request(
         model=model,
         host=host,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moet.base.errors import EngineError
-from moet.cli.client import Client
+from moet.cli.client import Client, understood
 
 CHAT = "/v1/chat/completions"
 
@@ -27,9 +27,10 @@ class ServedModel:
         }
         if tools:
             body["tools"] = list(tools)
-        message = self.client.post(CHAT, body)["choices"][0]["message"]
-        calls = [_as_text(call["function"]) for call in message.get("tool_calls") or ()]
-        return "\n".join([message.get("content") or "", *calls]).strip()
+        with understood(self.client.url):
+            message = self.client.post(CHAT, body)["choices"][0]["message"]
+            calls = [_as_text(call["function"]) for call in message.get("tool_calls") or ()]
+            return "\n".join([message.get("content") or "", *calls]).strip()
 
     def log_probs(self, messages: Sequence[Any], answer: str) -> list[float]:
         """Natural log-probabilities of the answer's tokens.
@@ -38,7 +39,8 @@ class ServedModel:
         without it ends.
         """
         asked = {"messages": list(messages), "add_generation_prompt": True}
-        before = int(self.client.post("/tokenize", asked)["count"])
+        with understood(self.client.url):
+            before = int(self.client.post("/tokenize", asked)["count"])
         body = {
             "messages": [*messages, {"role": "assistant", "content": answer}],
             "add_generation_prompt": False,
@@ -46,11 +48,12 @@ class ServedModel:
             "prompt_logprobs": 0,
             "max_tokens": 1,
         }
-        every = self.client.post(CHAT, body).get("prompt_logprobs")
-        if not every or len(every) <= before:
-            hint = "log-probabilities of prompts need a vLLM server"
-            raise EngineError("the server gives no log-probabilities of the prompt", hint=hint)
-        return [_own(entry) for entry in every[before:]]
+        with understood(self.client.url):
+            every = self.client.post(CHAT, body).get("prompt_logprobs")
+            if every and len(every) > before:
+                return [_own(entry) for entry in every[before:]]
+        hint = "log-probabilities of prompts need a vLLM server"
+        raise EngineError("the server gives no log-probabilities of the prompt", hint=hint)
 
 
 def _own(entry: dict[str, Any]) -> float:

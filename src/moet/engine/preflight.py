@@ -6,6 +6,7 @@ import ipaddress
 import socket
 from pathlib import Path
 
+from moet.base import env
 from moet.base.errors import CheckpointError, MachineError, UsageError
 from moet.base.units import format_bytes
 from moet.checkpoint import refuse_gguf
@@ -34,7 +35,7 @@ def find_model(model: str) -> tuple[Path, str]:
         from moet import demo
 
         return demo.path(), demo.NAME
-    folder = Path(model).expanduser()
+    folder = env.expand_user(Path(model))
     refuse_gguf(folder)
     if not folder.is_dir():
         hint = "give the folder of a downloaded checkpoint, or: moet serve demo"
