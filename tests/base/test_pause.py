@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_pause_waits_for_calls_that_run_and_goes_before_new_ones() -> None:
         jobs.append(pool.submit(hold))
         assert asked.wait(SOON)
         while not pause._pausing:
-            pass
+            time.sleep(0.001)
         jobs.append(pool.submit(call, pause, log))
         end.set()
         for job in jobs:
