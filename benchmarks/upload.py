@@ -105,10 +105,10 @@ def measure(memory: CudaMemory, ram: RamTier, card: CardTier) -> list[Row]:
     rows.append(row("put", 1, seconds(put, lambda: clear(card)), ceiling))
     with ExitStack() as held:
         leases: list[Lease] = [held.enter_context(ram.acquire(key)) for key in keys]
-        for threads in THREADS:
-            rows.append(
-                row("upload, staged", threads, timed_upload(card, leases, threads), ceiling)
-            )
+        rows += [
+            row("upload, staged", threads, timed_upload(card, leases, threads), ceiling)
+            for threads in THREADS
+        ]
         start = time.perf_counter()
         card.register_host(ram.address_of(0), ram.capacity)
         rows.append(row("page-locking the arena", 1, time.perf_counter() - start, ceiling))
