@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,23 @@ def test_tool_is_content(rule: str) -> None:
     command = [BIN / tool, *arguments]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+NATIVE_ROOMS = {"kernels", "tiers", "machine", "hybrid"}
+
+
+def test_only_the_lower_rooms_import_the_native_part() -> None:
+    """import-linter does not see compiled modules, and not ``import_module`` either."""
+    pattern = re.compile(
+        r"^\s*(from moet import .*\b_core\b|import moet\._core)|\"moet\._core\"", re.M
+    )
+    rooms = {
+        path.relative_to(ROOT / "src" / "moet").parts[0]
+        for path in (ROOT / "src" / "moet").rglob("*.py")
+        if pattern.search(path.read_text())
+    }
+    assert {"kernels", "machine"} <= rooms, "the pattern still finds them"
+    assert rooms <= NATIVE_ROOMS
 
 
 def test_source_files_are_pages() -> None:

@@ -16,6 +16,17 @@ namespace {
 
 constexpr size_t kItem = 1 << 20;
 
+// Bytes of an item: a MiB, doubled until the part of one worker has no more items than a slot holds.
+constexpr size_t item_bytes(size_t bytes, int threads) {
+  size_t item = kItem;
+  while ((bytes / item + threads) / threads > kMaxItems) item *= 2;
+  return item;
+}
+static_assert(item_bytes(size_t(32) << 30, 1) == kItem);
+static_assert(item_bytes(size_t(100) << 30, 1) == 2 * kItem);
+static_assert(item_bytes(size_t(100) << 30, 2) == kItem);
+static_assert((size_t(1) << 40) / item_bytes(size_t(1) << 40, 1) <= kMaxItems);
+
 // Each loop xors everything into a value that is kept, so that no load can be dropped.
 uint64_t read_plain(const uint8_t* p, size_t bytes) {
   uint64_t sum[8] = {};
@@ -52,7 +63,8 @@ auto best_read() {
 class ReadJob final : public Job {
  public:
   ReadJob(const uint8_t* data, size_t bytes, int threads)
-      : data_(data), total_(bytes / kItem), each_((total_ + threads - 1) / threads),
+      : data_(data), bytes_(bytes), item_(item_bytes(bytes, threads)),
+        total_((bytes + item_ - 1) / item_), each_((total_ + threads - 1) / threads),
         slots_(int((total_ + each_ - 1) / each_)), left_(total_) {}
 
   int slots() const override { return slots_; }
@@ -64,14 +76,14 @@ class ReadJob final : public Job {
     return true;
   }
   void work(const Claim& claim, int) override {
-    const size_t item = claim.slot * each_ + claim.item;
-    sum_.fetch_xor(read_(data_ + item * kItem, kItem), std::memory_order_relaxed);
+    const size_t at = (claim.slot * each_ + claim.item) * item_;
+    sum_.fetch_xor(read_(data_ + at, std::min(item_, bytes_ - at)), std::memory_order_relaxed);
   }
   bool finished(const Claim&, Pool&) noexcept override { return left_.fetch_sub(1) == 1; }
 
  private:
   const uint8_t* data_;
-  const size_t total_, each_;
+  const size_t bytes_, item_, total_, each_;
   const int slots_;
   std::atomic<size_t> left_;
   std::atomic<uint64_t> sum_{0};

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -14,14 +15,14 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
-from moet.base.errors import KernelError, UsageError
-from moet.bench import peer_engines, peers
+from moet.base.errors import KernelError, MachineError, UsageError
+from moet.bench import cpu, peer_engines, peers, timing
 from moet.bench.busy import busy_processes
 from moet.bench.cpu import Options, run
 from moet.bench.peer_engines import Ggml, Weights
 from moet.bench.record import Record, make_record, source_commit
 from moet.bench.render import render
-from moet.bench.rig import Rig, Shape, Work, random_work, random_x
+from moet.bench.rig import Rig, Shape, Work, bill, random_work, random_x
 from moet.bench.timing import Sample, believable, median, percentile, pinned, timed
 from moet.formats.mxint import ActFormat
 from moet.formats.tiling import read_expert
@@ -130,6 +131,66 @@ def test_the_rig_computes_the_layer() -> None:
 def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="1 or more"):
         Options(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": (70_000,)}, "70000 tokens; 65535 at most"),
+        ({"busy": 100_000}, "100000 busy processes"),
+    ],
+)
+def test_too_much_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        Options(**wrong)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"hidden": 0}, "hidden size 0"),
+        ({"hidden": 48}, "hidden size 48 has no whole blocks of 32"),
+        ({"intermediate": -32}, "intermediate size -32"),
+        ({"hidden": 1 << 30}, "hidden size 1073741824"),
+        ({"experts": 4}, "top-6 of 4 experts"),
+        ({"top_k": 0}, "top-0"),
+        ({"experts": 1 << 30}, "experts"),
+    ],
+)
+def test_layers_that_there_are_not(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        Shape(**wrong)
+    assert caught.value.hint
+
+
+def test_the_memory_bill_comes_before_the_memory() -> None:
+    parts = bill(SMALL, 1000, MIB)
+    assert parts["experts"] == max(MIB, 8 * SMALL.spec(ActFormat.MXINT8).layout.record_bytes)
+    assert parts["1000 tokens"] > 1000 * 128 * 16
+    with pytest.raises(MachineError, match=r"not enough memory: .*experts .*, 65535 tokens "):
+        Rig(Shape(hidden=1 << 20, intermediate=1 << 15, experts=512, top_k=6), 65_535, 0)
+
+
+def test_more_threads_than_cpus_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"99999 threads on \d+ CPU"):
+        run(Options(shape=SMALL, threads=(1, 99_999), peers=(), read_bytes=MIB))
+
+
+def test_one_sample_on_a_busy_machine_is_still_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_preemptions", itertools.count().__next__)
+    options = Options(shape=SMALL, tokens=(1,), threads=(1,), samples=1, peers=(), read_bytes=MIB)
+    monkeypatch.setattr(cpu.time, "monotonic", itertools.count(0, 100).__next__)
+    rows = run(options).rows("speed")
+    assert all(row["quiet"] == 0 and row["ratio"] > 0 for row in rows)
+
+
+def test_records_are_json_that_everybody_reads() -> None:
+    row = {"kind": "speed", "ratio": math.nan, "list": [math.inf, 1.5]}
+    text = make_record("cpu", {"seed": 0}, [row]).to_json()
+    assert json.loads(text, parse_constant=pytest.fail)["results"] == [
+        {"kind": "speed", "ratio": None, "list": [None, 1.5]}
+    ]
 
 
 def test_a_peer_that_is_not_installed_is_refused() -> None:

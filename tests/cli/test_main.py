@@ -41,6 +41,12 @@ ERRORS = {
     "hint: start one: moet serve demo\n",
     "chat": 'error: there is nothing to ask\nhint: moet chat "How much is 12 + 30?"\n',
     "bench cpu --tokens x": "error: --tokens 'x' is not a list of numbers\nhint: --tokens 1,2,8\n",
+    "bench cpu --tokens 1,,2": "error: --tokens '1,,2' has an empty entry\nhint: --tokens 1,2,8\n",
+    "bench cpu --tokens 1,8,1": "error: --tokens names 1 twice\nhint: --tokens 1,2,8\n",
+    "bench cpu --threads 1,": "error: --threads '1,' has an empty entry\nhint: --threads 1,2\n",
+    "bench cpu --peers ,": "error: --peers ',' has an empty entry\nhint: --peers all, or none\n",
+    "bench cpu --tokens 99999999999": "error: 99999999999 tokens; 65535 at most\nhint: a step",
+    "bench cpu --hidden 48": "error: hidden size 48 has no whole blocks of 32\nhint: take a",
     "bench cpu --act int4": "error: --act 'int4' is not a format\nhint: int8, int16 or both\n",
     "synth": "error: a preset or a config.json is needed\n"
     "hint: moet synth --list prints the presets\n",

@@ -19,11 +19,12 @@ from moet.bench.busy import busy_processes
 from moet.bench.record import Record, Row, make_record
 from moet.bench.rig import READ_BYTES, Rig, Shape
 from moet.bench.timing import Sample, believable, median, percentile, pinned, timed
-from moet.kernels.cpu import CpuLayer, Pool, choose_isa
+from moet.kernels.cpu import MOST_TOKENS, CpuLayer, Pool, choose_isa, default_cpus
 from moet.kernels.spec import ActFormat
 
 BLOCK = 5  # steps of one turn
 BUSY_TURNS = 4
+MOST_BUSY = 1000
 
 Progress = Callable[[str, float], None]
 """Told what is being measured and the share done, 0 to 1."""
@@ -66,6 +67,12 @@ class Options:
                 "tokens, threads, samples and steps are 1 or more",
                 hint="moet bench cpu --tokens 1,8 --threads 1,2",
             )
+        if max(self.tokens) > MOST_TOKENS:
+            hint = "a step has no more: moet bench cpu --tokens 64"
+            raise UsageError(f"{max(self.tokens)} tokens; {MOST_TOKENS} at most", hint=hint)
+        if self.busy > MOST_BUSY:
+            hint = f"--busy {len(default_cpus())} keeps every CPU busy"
+            raise UsageError(f"{self.busy} busy processes; {MOST_BUSY} at most", hint=hint)
         if unknown := set(self.peers or ()) - set(peers.installed()):
             raise UsageError(
                 f"peer {sorted(unknown)[0]} is not installed",
@@ -102,12 +109,17 @@ def run(options: Options, progress: Progress = lambda what, share: None) -> Reco
     """Measures. Takes a minute or more.
 
     Raises:
-        TierError: the layer does not fit in memory.
+        UsageError: more threads than CPUs.
+        MachineError: layer and calls do not fit in memory.
         KernelError: the forced vocabulary is absent, or a peer failed.
         MachineError: busy processes cannot be started.
+        TierError: the kernel does not supply the memory.
     """
     isa = choose_isa(options.isa)
     threads = options.threads or tuple(sorted({1, Pool().threads}))
+    if max(threads) > len(default_cpus()):
+        hint = f"--threads 1,{Pool().threads}"
+        raise UsageError(f"{max(threads)} threads on {len(default_cpus())} CPU(s)", hint=hint)
     rig = Rig(
         options.shape,
         max(options.tokens),
@@ -185,7 +197,7 @@ class _Bench:
     ) -> Row:
         wanted = self.options.samples
         used = [s.seconds for s in believable(samples, wanted)]
-        read = median([s.seconds for s in believable(reads, wanted // 2)])
+        read = median([s.seconds for s in believable(reads, max(1, wanted // 2))])
         read_rate = self.rig.arena.bytes.size / read
         touched = self._expected_touched(tokens)
         rate = touched * self.rig.expert_bytes / median(used)

@@ -6,13 +6,13 @@ step, which would be measured as moet's time.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any, TextIO
@@ -24,10 +24,10 @@ from moet.bench.peer_engines import ENGINES, Engine, Weights
 from moet.bench.rig import Shape, random_work, random_x
 from moet.bench.timing import Sample, timed
 from moet.kernels.rounding import widen_bf16
+from moet.machine.processes import die_with_parent
 
 CHECKED_TOKENS = 2
 SEED = 0
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 ERROR_LIMIT = 0.1
 """Relative error of a peer's output (against fp32 on the dequantised weights) above which it does
@@ -87,8 +87,9 @@ class Peer:
         self._child.send_signal(signal.SIGCONT)
         if self._child.stdin is None:
             raise KernelError(f"{self.name} has no input pipe")
-        self._child.stdin.write(json.dumps([tokens, count]) + "\n")
-        self._child.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended: the answer says how
+            self._child.stdin.write(json.dumps([tokens, count]) + "\n")
+            self._child.stdin.flush()
         answer = self._answer()
         self._sleep()
         return [Sample(seconds, quiet) for seconds, quiet in answer["samples"]]
@@ -152,7 +153,7 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise UsageError("this module is run by moet.bench.peers.Peer")
     setup = json.loads(sys.argv[1])
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # it may be stopped by then
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(setup, sys.stdin, answers)

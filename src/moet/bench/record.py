@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import moet
+from moet.base import jsontext
 from moet.base.errors import UsageError
 from moet.machine.snapshot import read_machine
 from moet.machine.versions import version_of
@@ -41,8 +42,8 @@ class Record:
     results: list[Row]
 
     def to_json(self) -> str:
-        """The record as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
+        """The record as one JSON object; what is not finite (no sample, say) is null."""
+        return jsontext.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Record:

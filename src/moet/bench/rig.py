@@ -9,14 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moet import _core
+from moet.base.errors import MachineError, UsageError
+from moet.base.units import format_bytes
+from moet.formats.mxfp4 import BLOCK
 from moet.formats.tiling import GROUP_BYTES, TILE_BYTES
-from moet.kernels.cpu import CpuLayer, Pool
+from moet.kernels.cpu import CpuLayer, Pool, ReadProbe
 from moet.kernels.spec import ActFormat, DType, LayerSpec
+from moet.machine.memory import read_memory
 from moet.tiers.arena import Arena
 
 SCALES = (118, 127)
 """Scale bytes as trained models have them."""
+
+MOST_WIDE = 1 << 20
+MOST_EXPERTS = 1 << 16
+"""No model comes near; the products of such sizes still fit everywhere."""
 
 READ_BYTES = 512 << 20
 """What a pass of the read loop touches, at least (the experts, where they are larger): more than
@@ -25,12 +32,26 @@ the last-level cache of any core complex, so that it is the memory that is measu
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The layer that is measured: DeepSeek-V4-Flash's, unless asked otherwise."""
+    """The layer that is measured: DeepSeek-V4-Flash's, unless asked otherwise.
+
+    Raises:
+        UsageError: no layer has these sizes.
+    """
 
     hidden: int = 4096
     intermediate: int = 2048
     experts: int = 64
     top_k: int = 6
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate"):
+            size = getattr(self, name)
+            if not 0 < size <= MOST_WIDE or size % BLOCK:
+                hint = f"take a multiple of {BLOCK}, at most {MOST_WIDE}"
+                raise UsageError(f"{name} size {size} has no whole blocks of {BLOCK}", hint=hint)
+        if not 1 <= self.top_k <= self.experts <= MOST_EXPERTS:
+            hint = f"take 1 <= top-k <= experts <= {MOST_EXPERTS}"
+            raise UsageError(f"top-{self.top_k} of {self.experts} experts", hint=hint)
 
     def spec(self, act: ActFormat) -> LayerSpec:
         """The layer's spec with one activation format."""
@@ -71,6 +92,34 @@ def random_x(rng: np.random.Generator, tokens: int, hidden: int) -> NDArray[np.u
     return (x.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def bill(shape: Shape, tokens: int, read_bytes: int) -> dict[str, int]:
+    """Bytes that measuring takes: the arena, and what calls of so many tokens need beside it.
+
+    Those are x (drawn in fp64, then fp32 and bf16) and the output, the draw of the routing (fp64
+    and an order of int64 over all experts), and the scratch of two layers (h and the row of every
+    slot, in fp32 and quantised).
+    """
+    experts = shape.experts * shape.spec(ActFormat.MXINT8).layout.record_bytes
+    a_token = 16 * (shape.hidden + shape.experts) + 8 * shape.top_k
+    scratch = 2 * 8 * shape.top_k * (shape.hidden + shape.intermediate)
+    return {
+        "experts": max(experts, read_bytes),
+        f"{tokens} tokens": tokens * (a_token + scratch),
+    }
+
+
+def require_room(parts: dict[str, int]) -> None:
+    """Raises MachineError, with the numbers, when the parts do not fit. Sizes in bytes."""
+    needed, available = sum(parts.values()), read_memory().available
+    if needed > available:
+        detail = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        raise MachineError(
+            f"not enough memory: {format_bytes(needed)} needed ({detail}), "
+            f"{format_bytes(available)} available",
+            hint="measure fewer --tokens, or a smaller layer: --experts, --hidden, --intermediate",
+        )
+
+
 class Rig:
     """The experts of a layer in one huge-page arena.
 
@@ -82,7 +131,8 @@ class Rig:
         progress: told (done, all) experts while they are made.
 
     Raises:
-        TierError: the experts do not fit in memory.
+        MachineError: experts and calls do not fit in memory; before anything is allocated.
+        TierError: the kernel does not supply the memory.
     """
 
     def __init__(
@@ -93,6 +143,7 @@ class Rig:
         read_bytes: int = READ_BYTES,
         progress: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
+        require_room(bill(shape, max_tokens, read_bytes))
         self.shape = shape
         self.max_tokens = max_tokens
         self.rng = np.random.default_rng(seed)
@@ -117,9 +168,9 @@ class Rig:
             expert[:] = np.roll(groups, e, axis=0)
             progress(e + 1, self.shape.experts)
 
-    def probe(self, pool: Pool) -> _core.ReadProbe:
+    def probe(self, pool: Pool) -> ReadProbe:
         """The read loop over this arena's bytes, with the pool's threads."""
-        return _core.ReadProbe(pool.core, self.arena.address, self.arena.bytes.size)
+        return ReadProbe(pool, self.arena.address, self.arena.bytes.size)
 
     def layer(self, act: ActFormat, pool: Pool, isa: str = "") -> CpuLayer:
         """The layer, planned and bound. The rig must outlive it."""

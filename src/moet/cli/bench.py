@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moet.base.errors import UsageError
-from moet.cli import console
+from moet.cli import console, lists
 
 if TYPE_CHECKING:
     from moet.kernels.spec import ActFormat
@@ -57,8 +58,8 @@ def cpu(
     options = bench.Options(
         shape=shape,
         acts=acts(act),
-        tokens=numbers("--tokens", tokens),
-        threads=numbers("--threads", threads) or None,
+        tokens=lists.numbers("--tokens", tokens, "--tokens 1,2,8"),
+        threads=lists.numbers("--threads", threads, "--threads 1,2") if threads else None,
         samples=samples,
         isa=env.read().isa,
         busy=busy,
@@ -73,20 +74,12 @@ def cpu(
     return 0
 
 
-def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """``"1,2"`` as ``(1, 2)``; empty: nothing."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdigit() for part in parts):
-        raise UsageError(f"{flag} {text!r} is not a list of numbers", hint=f"{flag} 1,2,8")
-    return tuple(map(int, parts))
-
-
 def acts(text: str) -> tuple[ActFormat, ...]:
     """``"int8,int16"`` as formats."""
     from moet.kernels.spec import ActFormat
 
     known = {"int8": ActFormat.MXINT8, "int16": ActFormat.MXINT16}
-    names = [part.strip() for part in text.split(",") if part.strip()]
+    names = lists.words("--act", text, "--act int8,int16")
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"--act {unknown[0]!r} is not a format", hint="int8, int16 or both")
     return tuple(known[name] for name in names)
@@ -96,7 +89,7 @@ def named(text: str) -> tuple[str, ...] | None:
     """``all`` as None, ``none`` as nothing, else a list of names."""
     if text == "all":
         return None
-    return () if text == "none" else tuple(name.strip() for name in text.split(","))
+    return () if text == "none" else lists.words("--peers", text, "--peers all, or none")
 
 
 def register(parent: typer.Typer) -> None:

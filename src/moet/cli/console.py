@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moet.base import jsontext
 from moet.base.errors import MoetError
 from moet.base.report import Finding, Level
 
@@ -44,7 +44,7 @@ def write(text: str) -> None:
 
 def write_json(value: Any) -> None:
     """One JSON value to stdout, indented."""
-    write(json.dumps(value, indent=2) + "\n")
+    write(jsontext.dumps(value) + "\n")
 
 
 def say(message: str, style: str = "") -> None:

@@ -18,7 +18,7 @@ from moet.base.errors import KernelError
 from moet.kernels.spec import DType, LayerSpec
 from moet.machine.cpu import read_cpu
 
-__all__ = ["CpuLayer", "Pool", "choose_isa", "isa_available"]
+__all__ = ["CpuLayer", "Pool", "ReadProbe", "choose_isa", "isa_available"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,6 +126,28 @@ class Pool:
         self.core.set_heartbeat(address)
 
 
+class ReadProbe:
+    """A plain read loop over memory, by the threads of a pool: what the memory can deliver.
+
+    Args:
+        pool: its threads.
+        address: of the memory, a multiple of 64; it must outlive the probe.
+        nbytes: 1 MiB or more; whole MiB of it are read.
+
+    Raises:
+        KernelError: other memory.
+    """
+
+    @_named
+    def __init__(self, pool: Pool, address: int, nbytes: int) -> None:
+        self._core = _core.ReadProbe(pool.core, address, nbytes)
+
+    @_named
+    def run(self) -> float:
+        """Reads it once; returns bytes a second."""
+        return self._core.run()
+
+
 class CpuLayer:
     """The routed experts of one layer on the CPU: plan here, `bind`, then `run`.
 
@@ -190,6 +212,44 @@ class CpuLayer:
     def mark_foreign(self, expert: int) -> None:
         """Another rank owns the expert (expert parallelism): routings to it are skipped."""
         self._core.mark_foreign(expert)
+
+    def attach_to(self, mailbox: _core.Mailbox, index: int) -> None:
+        """Lets a mailbox answer a card's requests for the layer of that index.
+
+        Raises:
+            KernelError: a step is in flight.
+        """
+        try:
+            mailbox.attach(index, self._core)
+        except _core.Refusal as refusal:
+            raise _error(refusal) from None
+
+    def run_rows(
+        self, x: NDArray[Any], ids: NDArray[np.int32]
+    ) -> NDArray[np.uint16] | NDArray[np.float32]:
+        """The rows of the routings, not combined.
+
+        Args:
+            x: [T, H], float32, float16, or uint16 holding bf16.
+            ids: int32 [T, K]; rows of negative ids are not written (zero here).
+
+        Returns:
+            rows: [T, K, H]; bf16 as uint16 where the spec's rows are, else fp32.
+
+        Raises:
+            KernelError: as `run`.
+        """
+        x_type = self._check(x, ids, np.zeros(ids.shape, np.float32))
+        x, ids = np.ascontiguousarray(x), np.ascontiguousarray(ids, np.int32)
+        kind: type[np.generic] = np.uint16 if self.spec.rows_bf16 else np.float32
+        rows = np.zeros((*ids.shape, self.spec.hidden), kind)
+        try:
+            self._core.run_rows(
+                x.ctypes.data, x_type, x.shape[0], ids.ctypes.data, ids.shape[1], rows.ctypes.data
+            )
+        except _core.Refusal as refusal:
+            raise _error(refusal) from None
+        return rows
 
     def run_at(
         self,

@@ -106,6 +106,15 @@ def _model(root: Path) -> str:
     return "unknown processor"
 
 
+def native_version() -> str:
+    """The version that moet's native part was built as.
+
+    Raises:
+        ImportError: it is not built, or cannot be loaded.
+    """
+    return str(import_module("moet._core").__version__)
+
+
 def _isa() -> tuple[str, ...]:
     try:
         core = import_module("moet._core")

@@ -6,9 +6,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib import import_module, metadata
+from importlib import metadata
 
 from moet.base.report import Finding, Level
+from moet.machine.cpu import native_version
 
 PYTHONS = ("3.11", "3.12")
 TRIED = "0.32"  # the vLLM that moet is tried with
@@ -49,7 +50,7 @@ def _native(wanted: str) -> Finding:
     """Whether the compiled part can be loaded, and is this version's."""
     topic = "native part"
     try:
-        core = import_module("moet._core")
+        built = native_version()
     except ImportError as error:
         return Finding(
             level=Level.ERROR,
@@ -58,15 +59,15 @@ def _native(wanted: str) -> Finding:
             consequence="there are no kernels",
             fix="build it again: pip install . (or ./moet doctor in a clone)",
         )
-    if core.__version__ != wanted:
+    if built != wanted:
         return Finding(
             level=Level.ERROR,
             topic=topic,
-            fact=f"it is of version {core.__version__}, moet is {wanted or 'not installed'}",
+            fact=f"it is of version {built}, moet is {wanted or 'not installed'}",
             consequence="old kernels would run",
             fix="build it again: pip install . (or ./moet doctor in a clone)",
         )
-    return Finding(level=Level.OK, topic=topic, fact=f"loaded, {core.__version__}")
+    return Finding(level=Level.OK, topic=topic, fact=f"loaded, {built}")
 
 
 def _engine(versions: Mapping[str, str]) -> Iterator[Finding]:
