@@ -52,6 +52,10 @@ ERRORS = {
     "hint: moet synth --list prints the presets\n",
     "serve demo --port 70000": "error: --port 70000 is not a port\nhint: take one of 1 to 65535",
     "verify bits --seed -1": "error: seed -1\nhint: 0 or more\n",
+    "verify quality --each 0": "error: 0 questions a kind\nhint: ask 1 to 100000\n",
+    "verify quality --each -1": "error: -1 questions a kind\nhint: ask 1 to 100000\n",
+    "verify quality --kinds ,": "error: --kinds ',' has an empty entry\nhint: kinds are addition, ",
+    "verify quality --kinds text,json,text": "error: --kinds names text twice\nhint: kinds are",
     "verify quality --kinds poems": "error: there is no kind 'poems'\nhint: kinds are addition, "
     "subtraction, multiplication, recall, json, text\n",
 }

@@ -88,7 +88,16 @@ def test_json_of_a_result() -> None:
     assert data["model"] == "pupil"
 
 
-@pytest.mark.parametrize(("kinds", "each"), [(["poems"], 1), (["text"], 0)])
+@pytest.mark.parametrize("log_prob", [-1e6, -math.inf, math.nan])
+def test_a_perplexity_that_is_no_number(log_prob: float) -> None:
+    result = quality.measure(Pupil(True, log_prob), "pupil", kinds=["text"], each=1, seed=3)
+    assert result.perplexity == math.inf
+
+
+@pytest.mark.parametrize(
+    ("kinds", "each"),
+    [(["poems"], 1), (["text"], 0), (["text"], -1), (["text"], 10**9), ([], 1), (["text"] * 2, 1)],
+)
 def test_bad_questions_are_refused(kinds: list[str], each: int) -> None:
     with pytest.raises(UsageError) as error:
         quality.measure(Pupil(True), "pupil", kinds=kinds, each=each)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moet.cli import console
+from moet.cli import console, lists
 
 if TYPE_CHECKING:
     from moet.verify.bits import BitsReport
@@ -90,10 +90,11 @@ def quality(
     from moet.cli.chat import connected
     from moet.cli.progress import shares
     from moet.cli.served import ServedModel
+    from moet.demo import tasks
     from moet.verify import quality as exam
 
-    wanted = [kind.strip() for kind in kinds.split(",") if kind.strip()]
-    exam.require_kinds(wanted)
+    wanted = lists.words("--kinds", kinds, f"kinds are {', '.join(tasks.KINDS)}")
+    exam.require_questions(wanted, each)
     with connected(url, model) as client, shares("asking") as progress:
         aims = exam.AIMS if client.model == demo.NAME else {}
         result = exam.measure(

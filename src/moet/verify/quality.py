@@ -20,6 +20,8 @@ AIMS = {"addition": 0.95, "recall": 0.95, "json validity": 0.98}
 """What moet-tiny is made to reach; of other models nothing is expected."""
 
 AT_ONCE = 8
+MOST_EACH = 100_000
+MOST_NATS = 700.0  # exp() of more is no number
 DEPTHS = 4  # equal parts of a context, by where the wanted record stands
 MAX_TOKENS = {"json": 256, "recall": 64, "text": 1}
 ORDINARY_TOKENS = 48
@@ -84,11 +86,17 @@ class Quality:
         return asdict(self) | {"scores": scores, "missed": list(self.missed)}
 
 
-def require_kinds(kinds: Sequence[str]) -> None:
-    """Raises UsageError for a kind that there is not."""
+def require_questions(kinds: Sequence[str], each: int) -> None:
+    """Raises UsageError for a kind that there is not or that is there twice, and for no question
+    at all or more than anybody would wait for."""
+    hint = f"kinds are {', '.join(tasks.KINDS)}"
     if unknown := [kind for kind in kinds if kind not in tasks.KINDS]:
-        hint = f"kinds are {', '.join(tasks.KINDS)}"
         raise UsageError(f"there is no kind {unknown[0]!r}", hint=hint)
+    if not kinds or len(set(kinds)) != len(kinds):
+        raise UsageError(f"each kind is named once, not {', '.join(kinds) or 'none'}", hint=hint)
+    if not 1 <= each <= MOST_EACH:
+        hint = f"ask 1 to {MOST_EACH}"
+        raise UsageError(f"{each} questions a kind", hint=hint)
 
 
 def measure(
@@ -104,12 +112,10 @@ def measure(
     """Asks ``each`` questions of every kind and marks the answers.
 
     Raises:
-        UsageError: an unknown kind, or no question.
+        UsageError: see ``require_questions``.
         EngineError: of the model that is asked.
     """
-    require_kinds(kinds)
-    if each < 1:
-        raise UsageError(f"{each} questions a kind", hint="ask one at least")
+    require_questions(kinds, each)
     scores: list[Score] = []
     perplexity = None
     for turn, kind in enumerate(kinds):
@@ -159,8 +165,10 @@ def _marked(kind: str, samples: Sequence[Sample], replies: Sequence[str]) -> lis
 
 
 def _perplexity(model: Answerer, samples: Sequence[Sample]) -> float:
-    """exp of the mean negative log-probability of a token, over all answers together."""
+    """exp of the mean negative log-probability of a token, over all answers together; infinite
+    where that is no number."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         pieces = list(threads.map(lambda s: model.log_probs(s.messages, s.answer), samples))
     values = [value for piece in pieces for value in piece]
-    return math.exp(-math.fsum(values) / len(values)) if values else math.nan
+    mean = -math.fsum(values) / len(values) if values else math.nan
+    return math.exp(mean) if mean < MOST_NATS else math.inf
