@@ -2,17 +2,19 @@
 
 Any thread may call. Around each call the primary context (torch's too) is pushed and popped, so the
 thread keeps its own, and the thread's capture mode is set to *relaxed*: in any other mode the
-driver refuses what it calls potentially unsafe while some thread captures in mode "global", vLLM's
-and torch's, and spoils that capture too. ``paused`` keeps our calls out of a capture altogether.
+driver refuses calls that it holds to be unsafe while some thread captures in mode "global", vLLM's
+and torch's, and spoils that capture too. ``paused`` keeps our calls out of a capture altogether,
+and is what a capture is put in; the mode is for captures that nobody tells us about.
 
-| call | during a global capture elsewhere, in the driver's default mode | device-wide wait |
+| call | without the mode, during a global capture of another thread | waits for other work |
 |---|---|---|
-| ``allocate``, ``pin``, ``register`` | refused, capture spoilt | may wait |
-| ``free``, ``unpin``, ``unregister`` | refused, capture spoilt | waits |
-| ``done``, ``wait`` | refused, capture spoilt | no |
-| ``copy_in``, ``copy_out``, ``record``, ``hold_copies`` | on our stream: allowed | no |
+| ``allocate``, ``pin``, ``register`` | unsafe: may synchronise | it may |
+| ``free``, ``unpin``, ``unregister`` | unsafe: synchronise | yes |
+| ``copy_in``, ``copy_out``, ``wait``, ``done`` | to be taken for unsafe | the copy stream's, if any |
+| ``record``, ``hold_copies``, ``drop``, ``room`` | nothing known against them; not relied upon | no |
 
-So memory is taken and given back only when a tier is made and closed.
+So memory is taken and given back only when a tier is made and closed. No call may be made in the
+capturing thread itself, where the mode would put what we enqueue beside the graph instead of in it.
 """
 
 from __future__ import annotations
