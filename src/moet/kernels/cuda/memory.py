@@ -10,8 +10,8 @@ and is what a capture is put in; the mode is for captures that nobody tells us a
 |---|---|---|
 | ``allocate``, ``pin``, ``register`` | unsafe: may synchronise | it may |
 | ``free``, ``unpin``, ``unregister`` | unsafe: synchronise | yes |
-| ``copy_in``, ``copy_out``, ``wait``, ``done`` | to be taken for unsafe | the copy stream's, if any |
-| ``record``, ``hold_copies``, ``drop``, ``room`` | nothing known against them; not relied upon | no |
+| ``copy_in``, ``copy_out``, ``wait``, ``done`` | to be taken for unsafe | the copy stream's |
+| ``record``, ``hold_copies``, ``drop``, ``room`` | not known to be; not relied on | no |
 
 So memory is taken and given back only when a tier is made and closed. No call may be made in the
 capturing thread itself, where the mode would put what we enqueue beside the graph instead of in it.
