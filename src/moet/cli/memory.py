@@ -19,9 +19,9 @@ def memory(
     layers: Annotated[int, typer.Option(help="Layers to keep; 0: all.")] = 20,
     experts: Annotated[int, typer.Option(help="Experts a layer to keep; 0: all.")] = 0,
     kv_cache: Annotated[str, typer.Option(help="Size of the KV cache.")] = "1GiB",
-    prompt: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 2000,
-    answer: Annotated[int, typer.Option(help="Tokens of every answer.")] = 32,
-    together: Annotated[int, typer.Option(help="Requests at once.")] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 512,
+    answer: Annotated[int, typer.Option(help="Tokens of every answer.")] = 16,
+    together: Annotated[int, typer.Option(help="Requests at once.")] = 4,
     folder: Annotated[
         str, typer.Option(help="Where the checkpoints are written meanwhile; empty: TMPDIR.")
     ] = "",
