@@ -192,6 +192,46 @@ def test_a_broken_config_file_is_named(tmp_path: Path) -> None:
     assert caught.value.fault is Fault.BAD_CONFIG
 
 
+@pytest.mark.parametrize("changed", [{"hidden_size": 72}, {"moe_intermediate_size": 80}])
+def test_widths_without_whole_blocks_are_refused(changed: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**toy_config(), **changed}))
+    with pytest.raises(BrokenCheckpoint, match="not a multiple of 32") as caught:
+        synth.write(str(tmp_path), tmp_path / "out")
+    assert caught.value.fault is Fault.UNSUPPORTED_EXPERTS
+    assert "blocks of 32" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [({"head_dim": "wide"}, "odd"), ({"num_key_value_heads": None}, "odd")],
+)
+def test_numbers_that_other_tensors_need(
+    changed: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**toy_config(), **changed}))
+    with pytest.raises(BrokenCheckpoint, match=what) as caught:
+        synth.model(str(tmp_path))
+    assert caught.value.fault is Fault.BAD_CONFIG
+
+
+def test_a_number_that_is_missing_is_named(tmp_path: Path) -> None:
+    config = toy_config()
+    del config["num_attention_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BrokenCheckpoint, match="num_attention_heads is missing"):
+        synth.model(str(tmp_path))
+
+
+def test_how_a_model_is_published(tmp_path: Path) -> None:
+    formats = {name: synth.published_format(name) for name in synth.PRESETS}
+    assert (formats["gpt-oss-20b"], formats["qwen3-30b-a3b"]) == ("MXFP4", "BF16")
+    assert set(formats.values()) == {"MXFP4", "BF16", "NVFP4", "INT4"}
+    config = {**toy_config(), "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert synth.published_format(str(tmp_path)) == "FP8"
+
+
 def test_narrow_floats_round_to_nearest() -> None:
     x = np.array([1.0, 1.00390625, 1.01171875, -2.5, 0.0], np.float32)  # ties go to even
     assert to_bf16(x).tolist() == [0x3F80, 0x3F80, 0x3F82, 0xC020, 0]

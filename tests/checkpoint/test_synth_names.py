@@ -6,8 +6,9 @@ import pytest
 
 from moet.testing.toy import toy_config, toy_model
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+WHY = "the stock models' own names come from Transformers: pip install moet[cpu]"
+torch = pytest.importorskip("torch", reason=WHY)
+transformers = pytest.importorskip("transformers", reason=WHY)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from moet.base.errors import UsageError
 from moet.checkpoint import writer
 from moet.checkpoint.faults import BrokenCheckpoint, Fault
 from moet.checkpoint.shards import read_shards
@@ -93,7 +94,7 @@ def test_no_space_is_known_before_the_first_byte(
     usage = type("Usage", (), {"free": 1 << 20})
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(BrokenCheckpoint, match=r"40 B .* 1\.00 MiB are free") as caught:
-        write_checkpoint(tmp_path, {}, [plan("a", 10)])
+        write_checkpoint(tmp_path / "new" / "folder", {}, [plan("a", 10)])
     assert caught.value.fault is Fault.NO_SPACE
     assert "--layers" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
@@ -116,6 +117,55 @@ def test_a_disk_that_fills_up_leaves_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(BrokenCheckpoint, match="No space left") as caught:
         write_checkpoint(tmp_path, {}, [plan("a", 1), bad])
     assert caught.value.fault is Fault.NO_SPACE
+    assert list(tmp_path.iterdir()) == []
+
+
+class FailsWith:
+    """A source that ends with an error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def fill(self, out: U8, offset: int) -> None:
+        raise self.error
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(FULL, BrokenCheckpoint), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_a_run_that_ends_early_takes_its_folders_back(
+    tmp_path: Path, error: BaseException, raised: type[BaseException]
+) -> None:
+    bad = TensorPlan("b", "U8", (100,), FailsWith(error))
+    with pytest.raises(raised):
+        write_checkpoint(tmp_path / "new" / "folder", {}, [plan("a", 1), bad])
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(raised):
+        write_checkpoint(tmp_path / "mine", {}, [plan("a", 1), bad], shard_bytes=50)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
+def test_an_end_between_the_last_names_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "_write_json", fails)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path / "new", {}, [plan("a", 1), plan("b", 1)], shard_bytes=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_of_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="shards of 0 bytes") as caught:
+        write_checkpoint(tmp_path / "new", {}, [plan("a", 1)], shard_bytes=0)
+    assert caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
 

@@ -50,6 +50,9 @@ ERRORS = {
     "bench cpu --act int4": "error: --act 'int4' is not a format\nhint: int8, int16 or both\n",
     "synth": "error: a preset or a config.json is needed\n"
     "hint: moet synth --list prints the presets\n",
+    "synth qwen3-30b-a3b --shard-size 0": "error: --shard-size 0 is too small\nhint: take 1.00 MiB",
+    "synth qwen3-30b-a3b --shard-size 9e9": "error: '9e9' is not a size\nhint: write 8GiB",
+    "synth qwen3-30b-a3b --layers -1": "error: --layers -1 is out of range\nhint: this model has",
     "serve demo --port 70000": "error: --port 70000 is not a port\nhint: take one of 1 to 65535",
     "verify bits --seed -1": "error: seed -1\nhint: 0 or more\n",
     "verify quality --each 0": "error: 0 questions a kind\nhint: ask 1 to 100000\n",
@@ -122,6 +125,16 @@ def test_what_nobody_foresaw_is_two_lines(monkeypatch: pytest.MonkeyPatch, capsy
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith("error: a fault of moet: ZeroDivisionError: by zero\nhint: ")
+
+
+def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def stopped(*_arguments: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", stopped)
+    assert cli.run(["synth"]) == 130
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "interrupted\n")
 
 
 def test_debug_shows_the_traceback(moet: Moet) -> None:

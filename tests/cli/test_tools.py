@@ -27,6 +27,7 @@ def test_synth_writes_a_checkpoint_and_prints_its_folder(moet: Moet, tmp_path: P
     done = moet("synth", "qwen3-30b-a3b", *SMALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "qwen3-30b-a3b-synth-1l-8e\n"
+    assert "published as BF16; these are MXFP4" in done.stderr
     checkpoint = open_checkpoint(tmp_path / done.stdout.strip())
     geometry = checkpoint.geometry
     assert (geometry.layers, geometry.experts, geometry.hidden) == (1, 8, 2048)
@@ -37,12 +38,16 @@ def test_synth_json(moet: Moet, tmp_path: Path) -> None:
     facts = json.loads(done.stdout)
     files = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
     assert facts["folder"] == "out"
-    assert facts["complete"] is True
+    assert (facts["complete"], facts["published"], facts["experts"]) == (True, "BF16", "MXFP4")
     assert 0 < facts["bytes"] <= files
 
 
 def test_synth_lists_its_presets(moet: Moet) -> None:
     assert moet("synth", "--list").stdout.split() == sorted(PRESETS)
+    told = json.loads(moet("synth", "--list", "--json").stdout)
+    assert [preset["name"] for preset in told] == sorted(PRESETS)
+    (qwen,) = (preset for preset in told if preset["name"] == "qwen3-30b-a3b")
+    assert (qwen["published"], qwen["complete"]) == ("BF16", True)
 
 
 def test_synth_refuses_a_full_folder_and_a_model_that_is_not_known(

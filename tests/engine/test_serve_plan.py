@@ -246,6 +246,7 @@ def test_folders_that_are_none(tmp_path: Path, machine: Machine) -> None:
         ("1.5k", 1500),
         ("auto", None),
         ("2G", 2 << 30),
+        ("9" * 400, None),
     ],
 )
 def test_lengths_as_vllm_reads_them(text: str, tokens: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from moet.base.errors import UsageError
@@ -19,9 +20,10 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     factors = _BINARY | _DECIMAL | _SHORT
-    if not match or match[2].upper() not in factors:
-        raise UsageError(f"{text!r} is not a size", hint="write 8GiB, 512MiB or a byte count")
-    return int(float(match[1]) * factors[match[2].upper()])
+    size = float(match[1]) * factors.get(match[2].upper(), math.inf) if match else math.inf
+    if not math.isfinite(size):
+        raise UsageError(f"{text!r:.80} is not a size", hint="write 8GiB, 512MiB or a byte count")
+    return int(size)
 
 
 def format_bytes(count: float) -> str:

@@ -66,11 +66,17 @@ def _refuse_unsupported(geometry: ModelGeometry, file: Path) -> None:
     if geometry.expert_format is not ExpertFormat.MXFP4:
         what = f"its experts are {geometry.expert_format}: not in this release"
         raise BrokenCheckpoint(Fault.UNSUPPORTED_EXPERTS, file, what)
-    for name in ("hidden", "intermediate"):
-        if getattr(geometry, name) % BLOCK:
-            what = f"{name} size {getattr(geometry, name)} is not a multiple of {BLOCK}"
-            raise BrokenCheckpoint(Fault.UNSUPPORTED_EXPERTS, file, what)
+    refuse_ragged(geometry, file)
     _ = geometry.gate
+
+
+def refuse_ragged(geometry: ModelGeometry, file: Path) -> None:
+    """Raises BrokenCheckpoint, UNSUPPORTED_EXPERTS, for experts that are not whole blocks wide."""
+    for name in ("hidden", "intermediate"):
+        if (size := getattr(geometry, name)) % BLOCK:
+            what = f"{name} size {size} is not a multiple of {BLOCK}"
+            hint = f"MXFP4 has blocks of {BLOCK}: experts of this width cannot be in it"
+            raise BrokenCheckpoint(Fault.UNSUPPORTED_EXPERTS, file, what, hint=hint)
 
 
 def refuse_gguf(path: Path) -> None:

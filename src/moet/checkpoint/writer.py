@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moet.base.errors import UsageError
 from moet.base.units import format_bytes
 from moet.checkpoint.faults import BrokenCheckpoint, Fault
 from moet.checkpoint.geometry import CONFIG
@@ -151,14 +153,30 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
+def _missing(folder: Path) -> list[Path]:
+    """The folder and those above it that are not there yet, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
 def _prepare(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"the folder cannot be made: {error.strerror}"
-        raise BrokenCheckpoint(Fault.UNREADABLE, folder, what) from error
+        hint = "give a folder that you may write"
+        raise BrokenCheckpoint(Fault.UNREADABLE, folder, what, hint=hint) from error
     if any(not entry.name.endswith(PARTIAL) for entry in folder.iterdir()):
         raise BrokenCheckpoint(Fault.NOT_EMPTY, folder, "there is something in the folder already")
+
+
+def _take_back(folder: Path, names: Sequence[str], made: Sequence[Path]) -> None:
+    """Removes what a run that has failed was writing, and the folders that it had made."""
+    with suppress(OSError):  # the disk may have gone: the first error is the one to tell
+        for name in (CONFIG, INDEX, *names):
+            for file in (folder / name, folder / (name + PARTIAL)):
+                file.unlink(missing_ok=True)
+        for path in made:
+            path.rmdir()
 
 
 def write_checkpoint(
@@ -179,11 +197,16 @@ def write_checkpoint(
         progress: called with bytes written and bytes in all.
 
     Raises:
-        BrokenCheckpoint: NOT_EMPTY, NO_SPACE, or UNREADABLE when the disk fails or fills up.
+        BrokenCheckpoint: NOT_EMPTY, NO_SPACE, or UNREADABLE when the disk fails or fills up. What
+            was being written is gone then, as it is after a ctrl-C.
+        UsageError: shards of no bytes.
     """
-    _prepare(folder)
+    if shard_bytes < 1:
+        raise UsageError(f"shards of {shard_bytes} bytes", hint="for example 4GiB")
     total = sum(plan.nbytes for plan in plans)
-    check_space(folder, total)
+    made = _missing(folder)
+    check_space(next(path for path in (folder, *folder.absolute().parents) if path.exists()), total)
+    _prepare(folder)
     shards = cut_into_shards(plans, shard_bytes)
     names = _shard_names(len(shards))
     partials = [folder / (name + PARTIAL) for name in names]
@@ -207,9 +230,12 @@ def write_checkpoint(
                 folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
             )
         _write_json(folder / CONFIG, config)
+    except KeyboardInterrupt:
+        _take_back(folder, names, made)
+        raise
     except OSError as error:
-        for partial in partials:
-            partial.unlink(missing_ok=True)
+        _take_back(folder, names, made)
         fault = Fault.NO_SPACE if error.errno == 28 else Fault.UNREADABLE
         what = f"writing stopped after {format_bytes(done)}: {error.strerror}"
-        raise BrokenCheckpoint(fault, folder, what) from error
+        hint = "" if fault is Fault.NO_SPACE else "look at the disk, or give another folder"
+        raise BrokenCheckpoint(fault, folder, what, hint=hint) from error

@@ -94,6 +94,7 @@ def run(arguments: list[str] | None = None) -> int:
     except PARSE_ERRORS as error:
         return _usage(error)
     except (KeyboardInterrupt, typer.Abort):
+        console.say("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read our data has seen enough
         return 0

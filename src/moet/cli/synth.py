@@ -11,6 +11,9 @@ import typer
 from moet.base.errors import UsageError
 from moet.cli import console
 
+LEAST_SHARD = 1 << 20
+FORMAT = "MXFP4"  # of every expert that is written
+
 
 def synth(
     config: Annotated[
@@ -37,7 +40,11 @@ def synth(
     from moet.checkpoint import synth as maker
 
     if presets:
-        console.write("".join(f"{name}\n" for name in sorted(maker.PRESETS)))
+        names = sorted(maker.PRESETS)
+        if json:
+            console.write_json([known(name) for name in names])
+        else:
+            console.write("".join(f"{name}\n" for name in names))
         return 0
     if not config:
         hint = "moet synth --list prints the presets"
@@ -46,10 +53,23 @@ def synth(
     return write(target, config, layers, experts, vocab, zipf, seed, shard_size, json=json)
 
 
+def known(preset: str) -> dict[str, object]:
+    """A preset for programs."""
+    from moet.checkpoint import synth as maker
+
+    architecture = maker.named_config(preset)["model_type"]
+    return {
+        "name": preset,
+        "architecture": architecture,
+        "published": maker.published_format(preset),
+        "complete": architecture in maker.COMPLETE,
+    }
+
+
 def default_name(config: str, layers: int, experts: int) -> str:
     """``qwen3-30b-a3b-synth-2l-8e``, after the preset or the folder of the config.json."""
     path = Path(config)
-    stem = path.resolve().parent.name if path.name.endswith(".json") else path.name
+    stem = path.resolve().parent.name if path.name.endswith(".json") else path.resolve().name
     cuts = [f"{layers}l"] * bool(layers) + [f"{experts}e"] * bool(experts)
     return "-".join([stem, "synth", *cuts])
 
@@ -71,6 +91,11 @@ def write(  # noqa: PLR0917  (the command's own options, in their order)
     from moet.checkpoint import synth as maker
     from moet.cli.progress import transfer
 
+    shard_bytes = parse_bytes(shard_size)
+    if shard_bytes < LEAST_SHARD:
+        hint = f"take {format_bytes(LEAST_SHARD)} or more, for example 4GiB"
+        raise UsageError(f"--shard-size {shard_size} is too small", hint=hint)
+    published = maker.published_format(config)
     began = time.monotonic()
     with transfer(f"writing {target}") as progress:
         made = maker.write(
@@ -81,17 +106,20 @@ def write(  # noqa: PLR0917  (the command's own options, in their order)
             vocab=vocab or None,
             zipf=zipf,
             seed=seed,
-            shard_bytes=parse_bytes(shard_size),
+            shard_bytes=shard_bytes,
             progress=progress,
         )
     seconds = time.monotonic() - began
     if json:
         facts = {"folder": str(target), "bytes": made.nbytes, "complete": made.complete}
-        console.write_json(facts | {"seconds": round(seconds, 3)})
+        facts |= {"published": published, "experts": FORMAT, "seconds": round(seconds, 3)}
+        console.write_json(facts)
         return 0
     console.write(f"{target}\n")
     rate = format_rate(made.nbytes / seconds)
     console.say(f"{format_bytes(made.nbytes)} in {format_seconds(seconds)}, {rate}", "dim")
+    if published != FORMAT:
+        console.say(f"the model's experts are published as {published}; these are {FORMAT}")
     if not made.complete:
         console.say("routers and experts only: for moet's own measurements, not for serving")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -21,7 +22,8 @@ _SUFFIX = {"": 1} | {
 def parse_count(text: str) -> int | None:
     """``4096``, ``32k`` (decimal) or ``32K`` (binary), as vLLM reads numbers; None for ``auto``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text)
-    return int(float(match[1]) * _SUFFIX[match[2]]) if match else None
+    count = float(match[1]) * _SUFFIX[match[2]] if match else math.inf
+    return int(count) if math.isfinite(count) else None
 
 
 def context_length(config: dict[str, Any]) -> int:

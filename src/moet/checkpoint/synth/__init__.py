@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from moet.checkpoint.synth.cut import cut_config, named_config
+from moet.checkpoint.synth.cut import cut_config, named_config, published_format
 from moet.checkpoint.synth.model import COMPLETE, SynthModel
 from moet.checkpoint.synth.presets import PRESETS
 from moet.checkpoint.writer import SHARD_BYTES
 
-__all__ = ["COMPLETE", "PRESETS", "SynthModel", "cut_config", "model", "named_config", "write"]
+__all__ = [
+    "COMPLETE",
+    "PRESETS",
+    "SynthModel",
+    "cut_config",
+    "model",
+    "named_config",
+    "published_format",
+    "write",
+]
 
 
 def model(

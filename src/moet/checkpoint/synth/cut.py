@@ -10,10 +10,30 @@ from moet.base.errors import UsageError
 from moet.checkpoint.families import ARCHITECTURES, ExpertFormat
 from moet.checkpoint.faults import BrokenCheckpoint, Fault
 from moet.checkpoint.geometry import CONFIG, expert_format, read_config, read_geometry
-from moet.checkpoint.synth.presets import PACKED_MXFP4, PRESETS
+from moet.checkpoint.synth.presets import PACKED_MXFP4, PRESETS, PUBLISHED
 
 _PER_LAYER = ("layer_types", "compress_ratios", "mlp_layer_types")
 _LEADING = ("first_k_dense_replace", "num_hash_layers")  # counts of special layers at the front
+
+
+def published_format(name: str) -> str:
+    """How the experts of a preset, or of a config.json, are stored where the model comes from.
+
+    Raises:
+        BrokenCheckpoint: as ``named_config``.
+    """
+    if name in PRESETS:
+        return PUBLISHED.get(name, ExpertFormat.MXFP4.value)
+    config = _read(name)
+    return read_geometry(config, Path(name)).expert_format.value
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = Path(name)
+    if not path.exists():
+        what = f"neither a preset nor a path; presets are {', '.join(PRESETS)}"
+        raise BrokenCheckpoint(Fault.UNKNOWN_PRESET, name, what)
+    return read_config(path)
 
 
 def named_config(name: str) -> dict[str, Any]:
@@ -26,11 +46,7 @@ def named_config(name: str) -> dict[str, Any]:
     """
     if name in PRESETS:
         return deepcopy(PRESETS[name])
-    path = Path(name)
-    if not path.exists():
-        what = f"neither a preset nor a path; presets are {', '.join(PRESETS)}"
-        raise BrokenCheckpoint(Fault.UNKNOWN_PRESET, name, what)
-    config = read_config(path)
+    path, config = Path(name), _read(name)
     read_geometry(config, path)
     text = config.get("text_config") if ARCHITECTURES[config["model_type"]].nested else None
     if expert_format(config, text or config, path) is not ExpertFormat.MXFP4:

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from moet.base.errors import UsageError
 from moet.checkpoint.experts import ExpertIndex, MatrixSpans, Span
 from moet.checkpoint.families import ARCHITECTURES, LAYOUTS
+from moet.checkpoint.faults import BrokenCheckpoint, Fault
 from moet.checkpoint.geometry import CONFIG, ModelGeometry, read_geometry
 from moet.checkpoint.header import TensorInfo
+from moet.checkpoint.open import refuse_ragged
 from moet.checkpoint.synth import bare, deepseek_v4, gpt_oss, qwen3_moe
 from moet.checkpoint.synth.cut import text_part
 from moet.checkpoint.synth.draw import Draw
@@ -50,6 +52,7 @@ class SynthModel:
             raise UsageError(f"a Zipf exponent of {zipf}; it lies in 0..{_MAX_ZIPF}", hint=hint)
         self.config = config
         self.geometry: ModelGeometry = read_geometry(config, Path(CONFIG))
+        refuse_ragged(self.geometry, Path(CONFIG))
         nested = ARCHITECTURES[self.geometry.architecture].nested
         layout = LAYOUTS[self.geometry.layout]
         prefixes = [p for p in layout.prefixes if p.startswith("language_model.")] if nested else []
@@ -62,10 +65,7 @@ class SynthModel:
             code_dtype="I8" if deepseek else "U8",
             scale_dtype="F8_E8M0" if deepseek else "U8",
         )
-        family = COMPLETE.get(self.geometry.architecture, bare)
-        self.plans: dict[str, TensorPlan] = {
-            plan.name: plan for plan in family.plans(text_part(config), moe)
-        }
+        self.plans: dict[str, TensorPlan] = _plans(config, moe)
         self._experts = ExpertIndex(self.geometry, self._as_tensors(), Path("memory"))
 
     @property
@@ -125,3 +125,20 @@ class SynthModel:
     def _bias(self, span: Span) -> NDArray[np.float32]:
         words = self._rows(span).view("<u2").reshape(-1).astype(np.uint32)
         return (words << np.uint32(16)).view(np.float32)
+
+
+def _plans(config: dict[str, Any], moe: Moe) -> dict[str, TensorPlan]:
+    """All tensors by name.
+
+    Raises:
+        BrokenCheckpoint: BAD_CONFIG, a number that the other tensors need is missing or odd.
+    """
+    family = COMPLETE.get(moe.geometry.architecture, bare)
+    try:
+        return {plan.name: plan for plan in family.plans(text_part(config), moe)}
+    except KeyError as error:
+        what = f"{error.args[0]} is missing"
+        raise BrokenCheckpoint(Fault.BAD_CONFIG, CONFIG, what) from error
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        what = f"a number in it is odd: {error}"
+        raise BrokenCheckpoint(Fault.BAD_CONFIG, CONFIG, what) from error

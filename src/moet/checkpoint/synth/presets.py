@@ -278,3 +278,12 @@ PRESETS: dict[str, Config] = {
     "olmoe-1b-7b": OLMOE_1B_7B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
 }
+
+PUBLISHED: dict[str, str] = {
+    "glm-5.2": "NVFP4",
+    "glm-4.5-air": "BF16",
+    "kimi-k2.7": "INT4",
+    "olmoe-1b-7b": "BF16",
+    "qwen3-30b-a3b": "BF16",
+}
+"""How the experts of a preset are published, where that is not MXFP4."""
