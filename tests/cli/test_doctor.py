@@ -148,3 +148,12 @@ def test_a_container_s_limit_is_told() -> None:
 
 def test_the_demo_model_is_looked_at() -> None:
     assert "demo model" in named(servers.findings())
+
+
+@pytest.mark.parametrize(("asked", "level"), [("3", Level.WARN), ("999", Level.ERROR)])
+def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch, asked: str, level: Level) -> None:
+    assert "threads" not in named(processor.findings(CPU))
+    monkeypatch.setenv("MOET_THREADS", asked)
+    found = named(processor.findings(CPU))["threads"]
+    assert (found.level, f"MOET_THREADS={asked}" in found.fact) == (level, True)
+    assert found.fix

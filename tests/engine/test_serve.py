@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from moet import demo
 from moet.engine.preflight import free_port
 from moet.machine import processes
 
@@ -108,9 +109,13 @@ def test_eight_at_once(served: Served) -> None:
 
 
 def test_a_request_with_tools_is_taken(served: Served) -> None:
-    body = chat_body("What is the weather in Rome?", max_tokens=64, tools=[TOOL])
-    (choice,) = post(served, **body)["choices"]
-    assert choice["finish_reason"] in ("stop", "length", "tool_calls")
+    body = chat_body("What is the weather in Rome?", max_tokens=64)
+    plain, answer = post(served, **body), post(served, **body, tools=[TOOL])
+    assert answer["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"], "the model sees it"
+    if served.facts["model"] == demo.NAME:  # others have random weights
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "get_weather"
+        assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
 
 
 def test_a_bad_request_is_refused_and_harms_nobody(served: Served) -> None:

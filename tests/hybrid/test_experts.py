@@ -177,6 +177,25 @@ def test_bound_leases_keep_their_records(checkpoint: Checkpoint) -> None:
     del computer
 
 
+def test_leases_go_back_when_they_are_replaced_and_at_the_end(checkpoint: Checkpoint) -> None:
+    spec, tier = spec_of(checkpoint), loaded(checkpoint)
+    computer = plan(spec, 1, Pool(1))
+    bound(computer, tier, layer=0)
+    bound(computer, tier, layer=1)
+    assert tier.stats().leases == spec.experts
+    same = tier.acquire(ExpertKey(1, 0))
+    computer.bind([same])
+    computer.bind([same])
+    tier.evict(ExpertKey(0, 3))
+    computer.close()
+    computer.close()
+    assert (computer.bound, tier.stats().leases) == (0, 0)
+    x, ids = np.ones((1, spec.hidden), np.float32), np.zeros((1, spec.top_k), np.int32)
+    with pytest.raises(KernelError, match="expert"):
+        run(computer, x, ids, np.ones((1, spec.top_k), np.float32))
+    tier.close()
+
+
 def test_scratch_bounds_the_step() -> None:
     spec = LayerSpec(hidden=4096, intermediate=2048, experts=8, top_k=6, act=ActFormat.MXINT8)
     assert tokens_a_step(spec, 10**6) == experts.SCRATCH_BYTES // (8 * 6 * 6144)

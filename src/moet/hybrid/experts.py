@@ -54,7 +54,8 @@ class Experts:
         self._leases: dict[int, Lease] = {}
 
     def bind(self, leases: Iterable[Lease]) -> None:
-        """Takes over leases of this layer's experts; they are held as long as this object.
+        """Takes over leases of this layer's experts; they are held until ``close`` or until another
+        record is bound to the expert. No step may be in flight.
 
         Raises:
             TierError: a record that is not of this layer's size.
@@ -68,7 +69,17 @@ class Experts:
                     hint="it was loaded for another geometry or another rank",
                 )
             self._layer.bind(lease.key.expert, lease.address)
+            replaced = self._leases.get(lease.key.expert)
             self._leases[lease.key.expert] = lease
+            if replaced is not None and replaced is not lease:
+                replaced.release()
+
+    def close(self) -> None:
+        """Forgets all experts and releases their leases; a second time does nothing."""
+        while self._leases:
+            expert, lease = self._leases.popitem()
+            self._layer.unbind(expert)
+            lease.release()
 
     @property
     def bound(self) -> int:

@@ -18,6 +18,8 @@ def findings(cpu: Cpu) -> Iterator[Finding]:
     """What the kernel says about the processor."""
     yield Finding(level=Level.INFO, topic="processor", fact=cpu.model)
     yield _cores(cpu)
+    if (asked := env.read().threads) > len(cpu.cores):
+        yield _too_many(asked, cpu)
     if cpu.quota is not None and cpu.quota < len(cpu.cores):
         whole = cpu.quota >= 1 and cpu.quota == int(cpu.quota)
         yield Finding(
@@ -27,6 +29,17 @@ def findings(cpu: Cpu) -> Iterator[Finding]:
             consequence=f"{cpu.threads} thread(s) are used; the engine's own come on top",
             fix="" if whole else "give the container a whole number of CPUs",
         )
+
+
+def _too_many(asked: int, cpu: Cpu) -> Finding:
+    none = asked > len(cpu.usable)
+    return Finding(
+        level=Level.ERROR if none else Level.WARN,
+        topic="threads",
+        fact=f"MOET_THREADS={asked}, {len(cpu.cores)} core(s) and {len(cpu.usable)} CPU(s) usable",
+        consequence="moet serve refuses it" if none else "threads of one core wait for each other",
+        fix="unset MOET_THREADS: moet takes one a core",
+    )
 
 
 def _cores(cpu: Cpu) -> Finding:
