@@ -178,7 +178,40 @@ def gpu() -> str:
     return table(["card", "layer", "tokens", "a step", "read GB/s", "ratio"], rows)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"cpu": cpu, "gpu": gpu, "demo": demo, "bits": bits}
+def memory() -> str:
+    """Peak memory of serving, with experts and with next to none, and the limit."""
+    run = record("serve-memory")
+    setup, (limit,) = run["setup"], [row for row in run["results"] if row["kind"] == "limit"]
+    sizes = ("expert", "loading_total", "answering_total", "peak")
+    rows = [
+        [row["who"], *(gigabytes(row[f"{size}_bytes"]) for size in sizes)]
+        for row in run["results"]
+        if row["kind"] == "run"
+    ]
+    layers = f"{setup['layers'] or 'all'} layers"
+    head = [f"{setup['config']}, {layers}", "experts in the files", "loading", "answering", "peak"]
+    verdict = "within" if limit["holds"] else "**more than**"
+    line = (
+        f"{gigabytes(limit['peak_bytes'])} is {verdict} the limit of "
+        f"{gigabytes(limit['limit_bytes'])} (zero experts, {setup['allowed']} x the bytes of the "
+        f"experts, {gigabytes(setup['spare_bytes'])}); beyond engine and experts it is "
+        f"{gigabytes(limit['beyond_experts_bytes'])}."
+    )
+    return table(head, rows) + "\n\n" + line
+
+
+def gigabytes(count: int) -> str:
+    """Decimal, two places."""
+    return f"{count / 1e9:.2f} GB"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "cpu": cpu,
+    "gpu": gpu,
+    "demo": demo,
+    "bits": bits,
+    "memory": memory,
+}
 
 
 def rendered(text: str) -> str:
