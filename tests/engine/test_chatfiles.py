@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,27 @@ def test_a_tokenizer_that_its_library_does_not_take(folder: Path) -> None:
         check(folder)
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_things_that_are_no_files(folder: Path, name: str) -> None:
+    def no_file(make: Callable[[Path], None]) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        with pytest.raises(CheckpointError, match=rf"{name}.* cannot be read") as caught:
+            check(folder)
+        assert caught.value.hint
+
+    no_file(os.mkfifo)  # reading one would wait for ever
+    no_file(lambda file: file.symlink_to("nowhere"))
+    no_file(lambda file: file.symlink_to(file))
+    no_file(Path.mkdir)
+
+
+def test_a_configuration_alone_is_no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        check(folder)
+
+
 def test_none_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         check(tmp_path)
@@ -103,5 +126,8 @@ def test_a_template_that_was_asked_for(bare: Path, tmp_path: Path) -> None:
     check(bare, str(file))
     with pytest.raises(UsageError, match="cannot be read"):
         check(bare, str(tmp_path / "nosuch.jinja"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="cannot be read"):
+        check(bare, str(tmp_path / "pipe"))
     with pytest.raises(UsageError, match="has an error in line 1"):
         check(bare, "{% if %}")

@@ -157,6 +157,45 @@ def test_a_port_that_is_taken(folder: Path, machine: Machine) -> None:
     assert f"--port {port + 1}" in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("host", "message", "hint"),
+    [
+        ("", "--host is empty", "leave it out"),
+        ("256.1.1.1", "cannot listen on 256.1.1.1", "address of this machine"),
+        ("203.0.113.9", "cannot listen on 203.0.113.9", "address of this machine"),
+    ],
+)
+def test_hosts_that_are_not_this_one(
+    folder: Path, machine: Machine, host: str, message: str, hint: str
+) -> None:
+    with pytest.raises((UsageError, MachineError), match=message) as error:
+        serveplan.make(request(folder, host=host, api_key="k"), machine, Settings())
+    assert hint in error.value.hint
+
+
+@pytest.mark.parametrize("flag", ["--tokenizer", "--config"])
+def test_files_that_flags_name_must_be_there(folder: Path, machine: Machine, flag: str) -> None:
+    with pytest.raises(UsageError, match=f"{flag} '/nosuch' is not a") as error:
+        serveplan.make(request(folder, flag, "/nosuch"), machine, Settings())
+    assert error.value.hint
+
+
+def test_a_tokenizer_from_elsewhere(broken: Path, folder: Path, machine: Machine) -> None:
+    (broken / "tokenizer.json").unlink()
+    plan = serveplan.make(request(broken, "--tokenizer", str(folder)), machine, Settings())
+    assert plan.arguments[-2:] == ("--tokenizer", str(folder))
+
+
+@pytest.mark.parametrize("length", ["many", -1, [4096], 1.5])
+def test_a_context_that_is_no_number(broken: Path, machine: Machine, length: Any) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    config["max_position_embeddings"] = length
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="max_position_embeddings is") as error:
+        serveplan.make(request(broken), machine, Settings())
+    assert error.value.hint
+
+
 def test_too_little_memory_is_told_with_its_parts(folder: Path, machine: Machine) -> None:
     small = replace(machine, memory=replace(machine.memory, available=GIB))
     with pytest.raises(MachineError, match=r"not enough memory: .*experts .*KV cache .*engine"):
@@ -260,7 +299,9 @@ def test_bytes_of_a_token() -> None:
     plain = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     assert kvcache.bytes_per_token(plain) == 2 * 2 * 2 * 4 * 16
     assert kvcache.bytes_per_token({**config, "kv_lora_rank": 512}) is None
-    assert kvcache.bytes_per_token({}) is None
+    for odd in ({}, {"text_config": [1]}, {**plain, "num_attention_heads": "4"}):
+        assert kvcache.bytes_per_token(odd) is None
+    assert kvcache.bytes_per_token({**plain, "num_attention_heads": 0}) is None
 
 
 def test_the_budget_holds_one_context_always_and_several_where_it_can() -> None:

@@ -29,7 +29,8 @@ SWITCHES = {
     "--enable-lora": "",
 }
 SIZES = ("--max-model-len", "--kv-cache-memory-bytes")
-TEXTS = ("--spec-method", "--spec-model", "--spec-tokens", "--moe-backend", "--chat-template")
+DRAFTS = ("--spec-method", "--spec-model", "--spec-tokens")
+TEXTS = (*DRAFTS, "--moe-backend", "--chat-template", "--tokenizer", "--config")
 OBJECTS = {
     "--additional-config": "",
     "--speculative-config": "-sc",
@@ -39,7 +40,7 @@ OBJECTS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = "moet passes flags it does not know on to vLLM, and reads this one itself"
+        hint = "vLLM's documentation says what the flag takes; moet reads it too"
         raise UsageError(message.removeprefix("argument "), hint=hint)
 
 

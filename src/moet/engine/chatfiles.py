@@ -6,19 +6,21 @@ Without this look a server with a broken template becomes ready and answers ever
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moet.base.errors import CheckpointError, UsageError
+from moet.checkpoint.faults import BrokenCheckpoint, require_regular
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
-TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", CONFIG, "tekken.json")
+TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json")
 TEMPLATE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
 JINJA = ("{", "}", "\n")  # vLLM takes a --chat-template with one of these for a template itself
@@ -33,7 +35,7 @@ CHATS: tuple[list[dict[str, Any]], ...] = (
 
 def require_tokenizer(folder: Path) -> None:
     """Raises CheckpointError where there is no tokenizer, or one that cannot be read."""
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if not any(os.path.lexists(folder / name) for name in TOKENIZER_FILES):
         hint = "copy tokenizer.json and tokenizer_config.json of the model into that folder"
         raise CheckpointError(f"{folder} has no tokenizer", hint=hint)
     _read_object(folder / CONFIG)
@@ -48,6 +50,7 @@ def _damaged(file: Path, why: object) -> CheckpointError:
 
 def _read_text(file: Path) -> str:
     try:
+        require_regular(file)
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _damaged(file, getattr(error, "strerror", None) or error) from error
@@ -55,7 +58,7 @@ def _read_text(file: Path) -> str:
 
 def _read_object(file: Path) -> dict[str, Any]:
     """A JSON object from a file; empty where there is no file."""
-    if not file.exists():
+    if not os.path.lexists(file):  # a link that leads nowhere is one that cannot be read
         return {}
     try:
         value = json.loads(_read_text(file))
@@ -102,8 +105,9 @@ def require_chat_template(folder: Path, asked: str | None) -> None:
 def _asked_template(asked: str) -> str:
     """A file, or the template itself, by vLLM's rule."""
     try:
+        require_regular(Path(asked))
         return Path(asked).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, BrokenCheckpoint) as error:
         if any(mark in asked for mark in JINJA):
             return asked
         hint = "give the path of a Jinja template"
@@ -112,7 +116,7 @@ def _asked_template(asked: str) -> str:
 
 def _templates(folder: Path) -> Iterator[tuple[Path, str]]:
     """The model's chat templates and where they stand, the one that counts first."""
-    if (file := folder / TEMPLATE).exists():
+    if os.path.lexists(file := folder / TEMPLATE):
         yield file, _read_text(file)
     for name in (TEMPLATE_JSON, CONFIG):
         content = _read_object(folder / name).get("chat_template")

@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+from moet.base.errors import CheckpointError
+
 SEQUENCES = 8  # whole contexts that the cache holds, where memory allows
 LEAST_BYTES = 64 << 20
 SHARE = 0.25  # of the available memory at most
@@ -26,24 +28,41 @@ def parse_count(text: str) -> int | None:
     return int(count) if math.isfinite(count) else None
 
 
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that holds the language model's numbers."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) and part else config
+
+
 def context_length(config: dict[str, Any]) -> int:
-    """Tokens that the checkpoint was made for; 0 when it does not say."""
-    text = config.get("text_config") or config
-    return int(text.get("max_position_embeddings") or 0)
+    """Tokens that the checkpoint was made for; 0 when it does not say.
+
+    Raises:
+        CheckpointError: what it says is no number of tokens.
+    """
+    length = _text(config).get("max_position_embeddings") or 0
+    if type(length) is not int or length < 0:
+        hint = "repair config.json, or download it again"
+        raise CheckpointError(
+            f"max_position_embeddings is {length!r:.80} in config.json", hint=hint
+        )
+    return length
 
 
 def bytes_per_token(config: dict[str, Any]) -> int | None:
     """KV bytes of one token in all layers; None for models that keep other things than K and V."""
-    text = config.get("text_config") or config
-    layers, width = text.get("num_hidden_layers"), text.get("head_dim")
-    all_heads = text.get("num_attention_heads")
-    heads = text.get("num_key_value_heads") or all_heads
-    if not width and text.get("hidden_size") and all_heads:
-        width = text["hidden_size"] // all_heads
+    text = _text(config)
     latent = any(key in text for key in ("kv_lora_rank", "o_lora_rank", "linear_attn_config"))
-    if latent or not all(isinstance(n, int) for n in (heads, layers, width)):
+    layers, width = text.get("num_hidden_layers"), text.get("head_dim")
+    hidden, all_heads = text.get("hidden_size"), text.get("num_attention_heads")
+    heads = text.get("num_key_value_heads") or all_heads
+    if not width and isinstance(hidden, int) and isinstance(all_heads, int) and all_heads:
+        width = hidden // all_heads
+    if latent or not (
+        isinstance(layers, int) and isinstance(heads, int) and isinstance(width, int)
+    ):
         return None
-    return 2 * VALUE_BYTES * int(layers or 0) * int(heads or 0) * int(width or 0)
+    return 2 * VALUE_BYTES * layers * heads * width
 
 
 def budget(token_bytes: int, context: int, available: int) -> int:

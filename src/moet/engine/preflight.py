@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from pathlib import Path
@@ -12,6 +13,7 @@ from moet.base.units import format_bytes
 from moet.checkpoint import refuse_gguf
 
 DEMO = "demo"
+MOST_PORT = 65535
 SOCKET_PATH = 107  # of a Unix socket: sockaddr_un, less the zero at its end
 SERVER_NAME = 32  # at most, of a server's own directory (runfiles.create), with its slash
 ENGINE_SOCKET = 37  # a slash and a UUID: vLLM's sockets
@@ -44,6 +46,27 @@ def find_model(model: str) -> tuple[Path, str]:
     return folder, folder.resolve().name
 
 
+def find_tokenizer(folder: Path, asked: str | None) -> Path:
+    """The folder of the tokenizer: the model's, or what ``--tokenizer`` names.
+
+    Raises:
+        UsageError: that is no folder. Names on a hub are not downloaded.
+    """
+    if asked is None:
+        return folder
+    if not Path(asked).is_dir():
+        hint = "give a folder with tokenizer.json, or leave --tokenizer out"
+        raise UsageError(f"--tokenizer {asked!r} is not a folder here", hint=hint)
+    return Path(asked)
+
+
+def require_config(asked: str | None) -> None:
+    """Raises UsageError where ``--config`` does not name a file."""
+    if asked is not None and not Path(asked).is_file():
+        hint = "give a YAML file with flags of vLLM"
+        raise UsageError(f"--config {asked!r} is not a file", hint=hint)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach ``host``."""
     if host == "localhost":
@@ -55,7 +78,9 @@ def is_loopback(host: str) -> bool:
 
 
 def require_access(host: str, api_key: str) -> None:
-    """Raises UsageError when other machines could come in without a key."""
+    """Raises UsageError when other machines could come in without a key, or for no host."""
+    if not host.strip():
+        raise UsageError("--host is empty", hint="leave it out to serve this machine only")
     if not is_loopback(host) and not api_key:
         hint = "set MOET_API_KEY (or --api-key), or leave --host out to serve this machine only"
         raise UsageError(f"--host {host} opens the server to others without an API key", hint=hint)
@@ -63,7 +88,7 @@ def require_access(host: str, api_key: str) -> None:
 
 def require_free(host: str, port: int) -> None:
     """Raises MachineError when nothing can listen there, UsageError when it is no port."""
-    if not 0 <= port < 2**16:
+    if not 0 <= port <= MOST_PORT:
         raise UsageError(f"--port {port} is not a port", hint="take one of 1 to 65535, or 0: any")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -72,8 +97,16 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             what = f"cannot listen on {host}:{port}: {error.strerror}"
-            hint = f"another server may run there; take another port: --port {port + 1}"
-            raise MachineError(what, hint=hint) from error
+            raise MachineError(what, hint=_listen_hint(error, port)) from error
+
+
+def _listen_hint(error: OSError, port: int) -> str:
+    other = port + 1 if port < MOST_PORT else port - 1
+    if error.errno == errno.EADDRINUSE:
+        return f"another server may run there; take another port: --port {other}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "ports below 1024 belong to the administrator: --port 8000"
+    return "--host is a name or an address of this machine, for example 127.0.0.1"
 
 
 def require_socket_room(base: Path) -> None:
