@@ -15,6 +15,7 @@ void bind_pool(nanobind::module_& m);
 void bind_layer(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_machine(nanobind::module_& m);
+void bind_mailbox(nanobind::module_& m);
 
 template <class T>
 T* at(uint64_t address) {

@@ -33,6 +33,12 @@ void run(Layer& layer, uint64_t x, int x_type, int tokens, uint64_t weights, uin
              dtype_of(out_type), scale.value_or(1.0f), scale.has_value()});
 }
 
+void run_rows(Layer& layer, uint64_t x, int x_type, int tokens, uint64_t ids, int slots,
+              uint64_t rows) {
+  layer.run({at<const uint8_t>(x), dtype_of(x_type), tokens, nullptr, at<const uint8_t>(ids),
+             IdType::kI32, slots, nullptr, DType::kF32, 1.0f, false, at<uint8_t>(rows)});
+}
+
 std::optional<std::string> ran_isa(const Layer& layer) {
   const char* name = layer.ran_isa();
   return name ? std::optional<std::string>(name) : std::nullopt;
@@ -62,6 +68,8 @@ void bind_layer(nb::module_& m) {
       .def("run", &run, nb::arg("x"), nb::arg("x_type"), nb::arg("tokens"), nb::arg("weights"),
            nb::arg("ids"), nb::arg("slots"), nb::arg("out"), nb::arg("out_type"),
            nb::arg("scale").none() = nb::none(), nb::arg("ids_64") = false, Unlocked())
+      .def("run_rows", &run_rows, nb::arg("x"), nb::arg("x_type"), nb::arg("tokens"), nb::arg("ids"),
+           nb::arg("slots"), nb::arg("rows"), "The rows [tokens * slots][H], not combined.", Unlocked())
       .def_prop_ro("ran_isa", &ran_isa)
       .def_prop_ro("record_bytes", &Layer::record_bytes)
       .def_prop_ro("workspace_bytes", &Layer::workspace_bytes);

@@ -29,5 +29,6 @@ NB_MODULE(_core, m) {
   moet::bind_machine(m);
   moet::bind_pool(m);
   moet::bind_layer(m);
+  moet::bind_mailbox(m);
   moet::bind_kernels(m);
 }

@@ -80,9 +80,13 @@ void Layer::check(const Call& call) const {
   check_range("slots", call.slots, 1, shape_.top_k);
   if (call.tokens == 0) return;
   check_address("x", call.x, dtype_bytes(call.x_type));
-  check_address("weights", call.weights, sizeof(float));
   check_address("ids", call.ids, call.id_type == IdType::kI32 ? 4 : 8);
-  check_address("out", call.out, dtype_bytes(call.out_type));
+  if (call.rows) {
+    check_address("rows", call.rows, shape_.rows_bf16 ? 2 : 4);
+  } else {
+    check_address("weights", call.weights, sizeof(float));
+    check_address("out", call.out, dtype_bytes(call.out_type));
+  }
   step_.routing().check(call, table_);
 }
 

@@ -12,6 +12,20 @@ namespace moet {
 
 class Patience {
  public:
+  // Spins until `changed()`, as long as `wanted()`; true when it changed. Gives up at once where this
+  // thread was preempted: others want its core.
+  template <class Changed, class Wanted>
+  bool stay(Changed changed, Wanted wanted) {
+    while (wanted()) {
+      if (budget_now() == 0) return false;
+      for (int i = 0; i < kStayPauses; ++i) {
+        if (changed()) return true;
+        pause();
+      }
+    }
+    return false;
+  }
+
   // Spins until `changed()` or the budget is used up; true when it changed.
   template <class Changed>
   bool spin(Changed changed) {
@@ -29,7 +43,7 @@ class Patience {
 
  private:
   static constexpr int64_t kLongest = 50'000, kShortest = 2'000;  // ns
-  static constexpr int kPauses = 16, kCrowdedWaits = 32;
+  static constexpr int kPauses = 16, kCrowdedWaits = 32, kStayPauses = 1024;
 
   static int64_t now_ns() {
     timespec t;

@@ -186,6 +186,7 @@ bool Pool::take(Worker& worker) {
   }
   Claim claim;
   if (!board_.claim(epoch, worker.cursor, claim)) return false;
+  if (worker.id == 0) __atomic_store_n(pulse_, *pulse_ + 1, __ATOMIC_RELAXED);
   if (worker.slept) work_.wake(kWakeFanOut);
   worker.slept = false;
   execute(claim, worker);
@@ -208,7 +209,10 @@ void Pool::execute(const Claim& claim, Worker& worker) {
 }
 
 void Pool::wait(Event& event, uint32_t seen, Worker& worker) {
-  const auto changed = [&] { return event.now() != seen || current_.load() == 0; };
+  const auto signalled = [&] { return event.now() != seen; };
+  const auto awake = [&] { return awake_.load(std::memory_order_relaxed); };
+  if (awake() && worker.patience.stay(signalled, awake)) return;
+  const auto changed = [&] { return signalled() || current_.load() == 0; };
   if (current_.load() != 0 && worker.patience.spin(changed)) return;
   event.wait(seen);
   worker.slept = true;
@@ -217,6 +221,16 @@ void Pool::wait(Event& event, uint32_t seen, Worker& worker) {
 void Pool::reserve(size_t bytes) {
   const Session session(*this);
   workspace_.reserve(bytes);
+}
+
+void Pool::keep_awake() {
+  awake_.store(true);
+  work_.signal(threads_);
+}
+
+void Pool::set_pulse(uint64_t* address) {
+  const Session session(*this);
+  pulse_ = address ? address : &own_pulse_;
 }
 
 void Pool::set_heartbeat(uint64_t* address) {

@@ -82,6 +82,15 @@ class Pool {
   uint8_t* workspace() const { return workspace_.data(); }
   size_t workspace_bytes() const { return workspace_.size(); }
 
+  // Between jobs that follow each other at once, as a step's layers do: idle workers spin instead of
+  // sleeping, on cores that nobody else wants. Ends with `let_sleep`. Any thread may call.
+  void keep_awake();
+  void let_sleep() { awake_.store(false); }
+
+  // An address whose 64-bit word worker 0 raises with every item that it does: a sign of life that
+  // the GPU can read. Null: none.
+  void set_pulse(uint64_t* address);
+
   // Counts the beginnings and the ends of jobs: odd while one is in flight. An address moves the
   // counter there (shared memory for a watchdog in another process); null brings it back.
   void set_heartbeat(uint64_t* address);
@@ -135,6 +144,9 @@ class Pool {
   std::mutex error_lock_;
   std::exception_ptr error_;
 
+  std::atomic<bool> awake_{false};
+  uint64_t own_pulse_ = 0;
+  uint64_t* pulse_ = &own_pulse_;
   uint64_t own_heartbeat_ = 0;
   uint64_t* heartbeat_ = &own_heartbeat_;
 

@@ -37,6 +37,15 @@ class Routing {
   const Group& group(int g) const { return groups_[g]; }
   // Token (of the step) of the routing at a sorted position.
   int token(int position) const { return sorted_[position] / slots_; }
+  // Routing (of the step: token * slots + slot) at a sorted position.
+  int routing(int position) const { return sorted_[position]; }
+  // Whether any slot of the token has work.
+  bool meets(int token) const {
+    const int* first = &positions_[size_t(token) * slots_];
+    for (int s = 0; s < slots_; ++s)
+      if (first[s] >= 0) return true;
+    return false;
+  }
   // Sorted position of (token, slot), or -1 where the slot is skipped.
   int position(int token, int slot) const { return positions_[size_t(token) * slots_ + slot]; }
 

@@ -34,6 +34,10 @@ struct Call {
   DType out_type;
   float scale;  // factor on the output, used where has_scale
   bool has_scale;
+  // Not null: the step ends with the rows, [T * S][H] in the layer's row type (bf16 or fp32), for
+  // somebody else to combine; out, weights and scale are not used. Rows of skipped slots stay as they
+  // are.
+  uint8_t* rows = nullptr;
 
   int64_t id(size_t routing) const {
     return id_type == IdType::kI32 ? reinterpret_cast<const int32_t*>(ids)[routing]

@@ -108,6 +108,7 @@ bool Step::begin(Pool& pool) noexcept {
   groups_left_.store(groups_, std::memory_order_relaxed);
   quantises_left_.store(tokens_, std::memory_order_relaxed);
   if (groups_ == 0) {  // every slot is skipped: zeros
+    if (call_.rows) return false;
     publish_combine(pool);
     return true;
   }
@@ -125,8 +126,9 @@ bool Step::finished(const Claim& claim, Pool& pool) noexcept {
       if (cuts_[claim.slot].left.fetch_sub(1) == 1) publish_downs(claim.slot, pool);
       return false;
     case kDown:
-      if (cuts_[claim.slot].left.fetch_sub(1) == 1 && groups_left_.fetch_sub(1) == 1)
-        publish_combine(pool);
+      if (cuts_[claim.slot].left.fetch_sub(1) != 1 || groups_left_.fetch_sub(1) != 1) return false;
+      if (call_.rows) return true;
+      publish_combine(pool);
       return false;
     default:
       return combines_left_.fetch_sub(1) == 1;
@@ -172,6 +174,7 @@ void Step::work(const Claim& claim, int) {
 }
 
 void Step::quantise_token(int token) const {
+  if (!routing_.meets(token)) return;  // nobody reads it
   const size_t bytes = shape_.hidden * dtype_bytes(call_.x_type);
   kernels_.quantise(call_.x + size_t(first_ + token) * bytes, call_.x_type, shape_.hidden,
                     shape_.act, xq_ + token * x_stride_);
@@ -229,6 +232,27 @@ void Step::down(int g, uint32_t item) const {
   for (int p = group.first; p < group.first + group.count; ++p)
     kernels_.finish_row(rows_ + size_t(p) * shape_.hidden + column, down_bias, columns,
                         shape_.rows_bf16);
+  if (call_.rows)
+    for (int p = group.first; p < group.first + group.count; ++p) hand_over_row(p, column, columns);
+}
+
+// Finished columns of a row to where the caller wants them. A row that was rounded to bf16 is that
+// already, in the upper half of its floats.
+void Step::hand_over_row(int p, int column, int columns) const {
+  const float* from = rows_ + size_t(p) * shape_.hidden + column;
+  const size_t routing = size_t(first_) * call_.slots + routing_.routing(p);
+  const size_t at = routing * shape_.hidden + column;
+  columns = std::min(columns, shape_.hidden - column);
+  if (!shape_.rows_bf16) {
+    std::memcpy(call_.rows + at * sizeof(float), from, columns * sizeof(float));
+    return;
+  }
+  uint16_t* to = reinterpret_cast<uint16_t*>(call_.rows) + at;
+  for (int i = 0; i < columns; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof bits);
+    to[i] = uint16_t(bits >> 16);
+  }
 }
 
 void Step::combine(uint32_t item) const {

@@ -5,7 +5,7 @@
 //     kUp: pairs of gate and up strips -> h
 //     the last kUp item quantises the group's h
 //     kDown: down strips -> rows, finished
-//                                                           kCombine: rows -> out
+//                                                           kCombine: rows -> out (see Call::rows)
 //
 // kUp of all groups is published by the last kQuantise item, kDown of a group by its last kUp item,
 // kCombine by the last kDown item of all. No barrier but these. What an item computes depends on the
@@ -67,6 +67,7 @@ class Step final : public Job {
   void up_pair(const Group& group, int pair) const;
   void quantise_h(const Group& group) const;
   void down(int group, uint32_t item) const;
+  void hand_over_row(int position, int column, int columns) const;
   void combine(uint32_t item) const;
 
   int up_items(int group) const;

@@ -7,19 +7,14 @@ between warps that only hardware has, and the order of memory operations.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.kernels.cuda_host.emulator import CARD, HostGpu, HostLauncher, build_library
 
-import moet.kernels.cuda as cuda_room
 from moet.base.errors import KernelError
 from moet.bench import moe_gpu
 from moet.formats.gate import GateKind
@@ -27,9 +22,15 @@ from moet.formats.mxint import ActFormat
 from moet.kernels import reference
 from moet.kernels.cpu import Pool, default_cpus, isa_available
 from moet.kernels.cuda import params as cuda_params
-from moet.kernels.cuda.layer import ELSEWHERE, FOREIGN, CudaLayer, Step, workspace_of
-from moet.kernels.cuda.params import Params
-from moet.kernels.cuda.plan import Card, Tuning, plan_layer
+from moet.kernels.cuda.layer import (
+    ELSEWHERE,
+    FOREIGN,
+    CudaLayer,
+    Elsewhere,
+    Step,
+    workspace_of,
+)
+from moet.kernels.cuda.plan import Tuning, plan_layer
 from moet.kernels.rounding import round_output
 from moet.kernels.spec import DType, LayerSpec
 from moet.verify.cases import (
@@ -43,107 +44,12 @@ from moet.verify.cases import (
 )
 from moet.verify.gpu import ExamCase, examine
 
-HERE = Path(__file__).parent / "cuda_host"
-DEVICE = Path(cuda_room.__file__).parent / "device"
-FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-
-CARD = Card(
-    name="a small card",
-    capability=(9, 0),
-    multiprocessors=3,
-    shared_per_block=232448,
-    shared_per_multiprocessor=233472,
-)
-
 Array = NDArray[Any]
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on this machine")
-    out = tmp_path_factory.mktemp("cuda_host") / "kernels.so"
-    include = [f"-I{HERE}", f"-I{DEVICE}"]
-    command = [compiler, *FLAGS, "-shared", "-fPIC", "-DMOET_HOST", *include]
-    subprocess.run([*command, str(HERE / "runner.cpp"), "-o", str(out)], check=True)
-    return ctypes.CDLL(str(out))
-
-
-class HostLauncher:
-    def __init__(self, library: ctypes.CDLL, lazy: bool, reverse: bool) -> None:
-        self.library, self.lazy, self.reverse = library, lazy, reverse
-        self.launched: list[str] = []
-
-    def launch(
-        self,
-        kernel: str,
-        params: Params,
-        *,
-        grid: tuple[int, int],
-        threads: int,
-        shared_bytes: int,
-        stream: int,
-        overlap: bool,
-    ) -> None:
-        self.launched.append(kernel)
-        status = self.library.moet_host_launch(
-            kernel.encode(), ctypes.byref(params), *grid, threads, shared_bytes, self.lazy,
-            self.reverse,
-        )  # fmt: skip
-        assert status == 0, kernel
-
-
-class HostGpu(HostLauncher):
-    """Stands in for `Gpu`, so that the exam and the bench that run on cards are themselves run."""
-
-    card = CARD
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        super().__init__(library, lazy=True, reverse=False)
-        self.held: dict[int, Array] = {}
-        self.broken = False
-
-    def allocate(self, nbytes: int) -> int:
-        memory = aligned_bytes(nbytes)
-        self.held[memory.ctypes.data] = memory
-        return memory.ctypes.data
-
-    def free(self, address: int) -> None:
-        del self.held[address]
-
-    def fill(self, address: int, byte: int, nbytes: int) -> None:
-        ctypes.memset(address, byte, nbytes)
-
-    def upload(self, address: int, data: Array) -> None:
-        ctypes.memmove(address, data.ctypes.data, data.nbytes)
-
-    def download(self, data: Array, address: int) -> None:
-        ctypes.memmove(data.ctypes.data, address, data.nbytes)
-        if self.broken:
-            data.view(np.uint8).reshape(-1)[-1] ^= 1
-
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(to, source, nbytes)
-
-    def stream(self) -> int:
-        return 1
-
-    def capture(self, stream: int, work: Callable[[], None]) -> HostGraph:
-        return HostGraph(work)
-
-    def milliseconds(self, stream: int, work: Callable[[], None]) -> float:
-        start = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - start)
-
-
-class HostGraph:
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.replay = work
-
-    def close(self) -> None:
-        pass
+    return build_library(tmp_path_factory.mktemp("cuda_host"))
 
 
 class Rig:
@@ -288,7 +194,7 @@ def test_rows_from_elsewhere_join_in_the_combine(library: ctypes.CDLL) -> None:
     split = Rig(library, case, max_tokens=6, seed=9)
     split.table[[1, 3]] = ELSEWHERE
     out = np.zeros_like(want)
-    step = replace(split.step(x, ids, weights, out, DType.F32), elsewhere=True)
+    step = replace(split.step(x, ids, weights, out, DType.F32), elsewhere=Elsewhere.IN_ROWS)
     split.layer.run_experts(step)
     theirs = np.flatnonzero(np.isin(ids.ravel(), (1, 3)))
     assert np.isnan(split.rows(ids.size)[theirs]).all(), "rows of others were written"
@@ -390,7 +296,12 @@ def test_the_bench_of_the_kernels_runs_whole_steps_and_each_launch(library: ctyp
     assert card.held == {}
 
 
-@pytest.mark.parametrize("name", ["QuantiseParams", "StageParams", "CombineParams"])
+STRUCTURES = [
+    "QuantiseParams", "StageParams", "CombineParams", "PostParams", "WaitParams", "MailState",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
 def test_parameters_have_the_size_that_the_device_code_gives_them(
     library: ctypes.CDLL, name: str
 ) -> None:

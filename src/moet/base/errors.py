@@ -42,6 +42,10 @@ class KernelError(MoetError):
     """A kernel was asked for a shape, a format or an instruction set that it does not have."""
 
 
+class StepError(MoetError):
+    """A step could not be finished: its output must not be used."""
+
+
 class EngineError(MoetError):
     """The engine (vLLM) and moet do not fit together, or the engine has failed."""
 

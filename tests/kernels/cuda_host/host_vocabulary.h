@@ -3,6 +3,7 @@
 // fibers; an asynchronous copy lands either at once or only when somebody waits for it.
 // One block at a time, x86-64, one host thread.
 #pragma once
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -316,6 +317,20 @@ MOET_DEVICE void barrier_wait(u64* barrier, u32 parity) {
     else if (spins > 100000) host::fail("a wait for a copy that is never started");
     else host::yield();
   }
+}
+
+// --- words shared with another thread of the host, which is the real one
+
+template <class T>
+MOET_DEVICE T load_system(const T* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+template <class T>
+MOET_DEVICE void store_system(T* p, T v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+MOET_DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+template <class T>
+MOET_DEVICE T load_host(const T* p) { return *p; }
+MOET_DEVICE u64 nanoseconds() {
+  return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch() /
+                          std::chrono::nanoseconds(1));
 }
 
 MOET_DEVICE void wait_for_earlier_kernels() {}

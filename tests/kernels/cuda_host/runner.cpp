@@ -15,6 +15,8 @@ extern "C" int moet_host_launch(const char* name, const void* params, u32 grid_x
   if (!std::strcmp(name, "moet_down_8")) return run(moet_down_8, StageParams{});
   if (!std::strcmp(name, "moet_down_16")) return run(moet_down_16, StageParams{});
   if (!std::strcmp(name, "moet_combine")) return run(moet_combine, CombineParams{});
+  if (!std::strcmp(name, "moet_post")) return run(moet_post, PostParams{});
+  if (!std::strcmp(name, "moet_wait")) return run(moet_wait, WaitParams{});
   return 1;
 }
 
@@ -22,5 +24,8 @@ extern "C" u32 moet_host_size(const char* name) {
   if (!std::strcmp(name, "QuantiseParams")) return sizeof(QuantiseParams);
   if (!std::strcmp(name, "StageParams")) return sizeof(StageParams);
   if (!std::strcmp(name, "CombineParams")) return sizeof(CombineParams);
+  if (!std::strcmp(name, "PostParams")) return sizeof(PostParams);
+  if (!std::strcmp(name, "WaitParams")) return sizeof(WaitParams);
+  if (!std::strcmp(name, "MailState")) return sizeof(MailState);
   return 0;
 }

@@ -23,6 +23,8 @@ KERNELS: Final = (
     "moet_down_8",
     "moet_down_16",
     "moet_combine",
+    "moet_post",
+    "moet_wait",
 )
 
 CACHE_FOLDER: Final = "cuda"

@@ -11,6 +11,7 @@ The expert table [E] u64 in device memory says where each expert is: the address
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Final, Protocol
 
 from moet.base.errors import KernelError
@@ -24,6 +25,14 @@ FOREIGN: Final = 1
 _THREADS: Final = 128
 _ALIGNMENT: Final = 256
 _ROW_ALIGNMENT: Final = 16
+
+
+class Elsewhere(IntEnum):
+    """Where the combine finds the rows of experts that are not on the card."""
+
+    NOWHERE = 0
+    IN_ROWS = 1
+    ON_HOST = 2
 
 
 class Launcher(Protocol):
@@ -82,8 +91,12 @@ class Step:
         weights: fp32 [T, slots].
         out: [T, H] of `out_type`.
         slots: a token's, at most top_k; None = top_k.
-        elsewhere: rows of experts that the table marks ELSEWHERE are there before the combine runs.
-            Otherwise such a slot makes its token NaN and is counted in the status word.
+        elsewhere: where the rows of experts are that the table marks ELSEWHERE when the combine
+            runs. NOWHERE: such a slot makes its token NaN and is counted in the status word.
+        host_rows: with ON_HOST, mapped host memory: [T * slots, H], bf16 where the spec's rows are,
+            else fp32.
+        failed: with ON_HOST, device address of a u32 that is not 0 where those rows will not come:
+            then such slots are as with NOWHERE.
     """
 
     x: int
@@ -94,7 +107,9 @@ class Step:
     out: int
     out_type: DType
     slots: int | None = None
-    elsewhere: bool = False
+    elsewhere: Elsewhere = Elsewhere.NOWHERE
+    host_rows: int = 0
+    failed: int = 0
 
 
 class CudaLayer:
@@ -260,7 +275,8 @@ class CudaLayer:
         combine = self._combine
         combine.ids, combine.weights, combine.out = step.ids, step.weights, step.out
         combine.tokens, combine.top_k, combine.out_type = step.tokens, slots, int(step.out_type)
-        combine.elsewhere = step.elsewhere
+        combine.elsewhere, combine.host_bf16 = int(step.elsewhere), self.spec.rows_bf16
+        combine.host_rows, combine.failed = step.host_rows, step.failed
         grid = (-(-self.spec.hidden // (4 * _THREADS)), step.tokens)
         self._launch("moet_combine", combine, stream, grid=grid)
 

@@ -67,7 +67,53 @@ class CombineParams(ctypes.Structure):
         ("has_scale", _U),
         ("scale", _F),
         ("elsewhere", _U),
+        ("host_rows", _P),
+        ("failed", _P),
+        ("host_bf16", _U),
     ]
 
 
-Params = QuantiseParams | StageParams | CombineParams
+class PostParams(ctypes.Structure):
+    """x and ids of the tokens that need the CPU -> host memory."""
+
+    _fields_ = [
+        ("table", _P),
+        ("ids", _P),
+        ("x", _P),
+        ("page", _P),
+        ("mail_x", _P),
+        ("mail_ids", _P),
+        ("state", _P),
+        ("tokens", _U),
+        ("top_k", _U),
+        ("experts", _U),
+        ("row_bytes", _U),
+        ("layer", _U),
+        ("x_type", _U),
+    ]
+
+
+class WaitParams(ctypes.Structure):
+    """Until the rows are there."""
+
+    _fields_ = [
+        ("page", _P),
+        ("state", _P),
+        ("patience_ns", ctypes.c_uint64),
+        ("early", _U),
+    ]
+
+
+class MailState(ctypes.Structure):
+    """The card's own count of posts, in device memory."""
+
+    _fields_ = [
+        ("sequence", ctypes.c_uint64),
+        ("arrived", _U),
+        ("working", _U),
+        ("waits", _U),
+        ("failed", _U),
+    ]
+
+
+Params = QuantiseParams | StageParams | CombineParams | PostParams | WaitParams

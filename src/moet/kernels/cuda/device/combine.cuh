@@ -6,13 +6,23 @@
 
 constexpr u32 kBatch = 8;  // slots whose rows are loaded before the first is added
 
-// 1: the slot counts, 0: it is skipped, -1: nobody can compute it.
-MOET_DEVICE int slot_state(const CombineParams& p, int id) {
-  if (id < 0) return 0;
-  if (static_cast<u32>(id) >= p.experts) return -1;
+enum SlotState { kImpossible = -1, kSkipped = 0, kOnCard = 1, kFromHost = 2 };
+
+MOET_DEVICE SlotState slot_state(const CombineParams& p, int id, bool host_failed) {
+  if (id < 0) return kSkipped;
+  if (static_cast<u32>(id) >= p.experts) return kImpossible;
   const u64 address = p.table[id];
-  if (address == kForeign) return 0;
-  return address == kElsewhere && !p.elsewhere ? -1 : 1;
+  if (address == kForeign) return kSkipped;
+  if (address != kElsewhere || p.elsewhere == kInRows) return kOnCard;
+  return p.elsewhere == kOnHost && !host_failed ? kFromHost : kImpossible;
+}
+
+// Four elements of a row that the CPU has left in host memory.
+MOET_DEVICE float4 host_row(const CombineParams& p, u64 at) {
+  if (!p.host_bf16) return load_host(reinterpret_cast<const float4*>(p.host_rows + 4 * at));
+  const uint2 v = load_host(reinterpret_cast<const uint2*>(p.host_rows + 2 * at));
+  return float4{__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xFFFF0000),
+                __uint_as_float(v.y << 16), __uint_as_float(v.y & 0xFFFF0000)};
 }
 
 template <class T>
@@ -40,21 +50,23 @@ MOET_KERNEL(128, 8) moet_combine(const __grid_constant__ CombineParams p) {
   wait_for_earlier_kernels();
   let_next_kernel_start();
   if (first >= p.hidden) return;
+  const bool host_failed = p.elsewhere == kOnHost && *p.failed != 0;
   float sum[4] = {};
   for (u32 begin = 0; begin < p.top_k; begin += kBatch) {
     float4 rows[kBatch];
-    int states[kBatch];
+    SlotState states[kBatch];
 #pragma unroll
     for (u32 i = 0; i < kBatch; ++i) {
       const u32 slot = begin + i;
-      states[i] = slot < p.top_k ? slot_state(p, p.ids[slots + slot]) : 0;
+      const u64 at = (slots + slot) * p.hidden + first;
+      states[i] = slot < p.top_k ? slot_state(p, p.ids[slots + slot], host_failed) : kSkipped;
       rows[i] = float4{0, 0, 0, 0};
-      if (states[i] > 0)
-        rows[i] = *reinterpret_cast<const float4*>(p.rows + (slots + slot) * p.hidden + first);
+      if (states[i] == kOnCard) rows[i] = *reinterpret_cast<const float4*>(p.rows + at);
+      if (states[i] == kFromHost) rows[i] = host_row(p, at);
     }
 #pragma unroll
     for (u32 i = 0; i < kBatch; ++i) {
-      if (states[i] == 0) continue;
+      if (states[i] == kSkipped) continue;
       const float w = states[i] > 0 ? p.weights[slots + begin + i] : __uint_as_float(kNan);
       sum[0] = __fmaf_rn(w, rows[i].x, sum[0]);
       sum[1] = __fmaf_rn(w, rows[i].y, sum[1]);

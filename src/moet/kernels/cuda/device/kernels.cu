@@ -7,6 +7,7 @@
 // older than the first of them (ids, table, weights). Bits: docs/numerics.md.
 #include "combine.cuh"
 #include "dot.cuh"
+#include "mail.cuh"
 
 // --- quantise: one thread a run of 8 elements, four to a block of 32
 

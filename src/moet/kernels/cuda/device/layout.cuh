@@ -91,5 +91,14 @@ struct CombineParams {
   u32 out_type;
   u32 has_scale;
   float scale;
-  u32 elsewhere;  // rows of kElsewhere experts are there; otherwise such a slot is an error
+  u32 elsewhere;  // where rows of kElsewhere experts are: see Elsewhere
+  const u8* host_rows;  // [T * K][H] bf16 (MXINT8) or fp32, mapped host memory
+  const u32* failed;    // not 0: the host's rows will not come
+  u32 host_bf16;
+};
+
+enum Elsewhere : u32 {
+  kNowhere = 0,   // such a slot is an error
+  kInRows = 1,    // in `rows`
+  kOnHost = 2,    // in `host_rows`
 };

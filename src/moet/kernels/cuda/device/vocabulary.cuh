@@ -143,6 +143,47 @@ MOET_DEVICE void copy_pair(u8* to, u32 to_step, const u8* from, u64 from_step, u
 #endif
 }
 
+// --- words that the CPU reads or writes at the same time
+
+template <class T>
+MOET_DEVICE T load_system(const T* p) {
+  T v;
+  if constexpr (sizeof(T) == 8)
+    asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  else
+    asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+template <class T>
+MOET_DEVICE void store_system(T* p, T v) {
+  if constexpr (sizeof(T) == 8)
+    asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+  else
+    asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+MOET_DEVICE void fence_system() { __threadfence_system(); }
+
+// Four or eight bytes a lane of mapped host memory, past the caches.
+MOET_DEVICE uint2 load_host(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+MOET_DEVICE float4 load_host(const float4* p) {
+  float4 v;
+  asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+MOET_DEVICE u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
 // --- dependent launches: no-ops where the launch did not ask for overlap
 
 // Everything that earlier kernels of the stream wrote is visible from here on.
