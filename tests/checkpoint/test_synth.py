@@ -204,7 +204,15 @@ def test_widths_without_whole_blocks_are_refused(changed: dict[str, int], tmp_pa
 
 @pytest.mark.parametrize(
     ("changed", "what"),
-    [({"head_dim": "wide"}, "odd"), ({"num_key_value_heads": None}, "odd")],
+    [
+        ({"head_dim": "wide"}, "odd"),
+        ({"num_attention_heads": -1}, "odd"),
+        ({"num_key_value_heads": None}, "odd"),
+        ({"vocab_size": "big"}, r"embed_tokens.weight would have the shape \['big', 64\]"),
+        ({"vocab_size": None}, "would have the shape"),
+        ({"vocab_size": 0}, "would have the shape"),
+        ({"num_hidden_layers": 1 << 20}, "num_hidden_layers is 1048576; 4096 at most"),
+    ],
 )
 def test_numbers_that_other_tensors_need(
     changed: dict[str, Any], what: str, tmp_path: Path

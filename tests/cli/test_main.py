@@ -127,6 +127,17 @@ def test_what_nobody_foresaw_is_two_lines(monkeypatch: pytest.MonkeyPatch, capsy
     assert told.err.startswith("error: a fault of moet: ZeroDivisionError: by zero\nhint: ")
 
 
+def test_too_little_memory_is_not_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def greedy(*_arguments: Any, **_options: Any) -> None:
+        raise MemoryError("Unable to allocate 128. GiB")
+
+    monkeypatch.setattr(cli, "app", greedy)
+    assert cli.run(["synth"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: not enough memory: Unable to allocate 128. GiB\nhint: ask for less"
+    )
+
+
 def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def stopped(*_arguments: Any, **_options: Any) -> None:
         raise KeyboardInterrupt

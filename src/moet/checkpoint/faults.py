@@ -77,7 +77,7 @@ HINTS: dict[Fault, str] = {
     Fault.MISSING_SHARD: "the download is not complete: download the missing shard",
     Fault.MISSING_TENSOR: _MIXED,
     Fault.DUPLICATE_TENSOR: _MIXED,
-    Fault.BAD_CONFIG: "download config.json again",
+    Fault.BAD_CONFIG: "repair config.json, or download it again",
     Fault.UNKNOWN_ARCHITECTURE: "serve it with vLLM alone, or ask for the architecture",
     Fault.NO_EXPERTS: "a dense model gains nothing here: serve it with vLLM alone",
     Fault.UNSUPPORTED_EXPERTS: "use a checkpoint of this model with MXFP4 experts",

@@ -24,6 +24,8 @@ CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_NUMBER = 1 << 24  # no dimension of a real model comes near; bounds every product below
 
+_MAX_LAYERS = 1 << 12
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGeometry:
@@ -220,6 +222,8 @@ def read_geometry(config: dict[str, Any], file: Path) -> ModelGeometry:
     outer = _Reader(config, file)
     text = _Reader(outer.section("text_config") or config, file) if arch.nested else outer
     layers = text.integer("num_hidden_layers")
+    if layers > _MAX_LAYERS:
+        raise outer.fail(f"num_hidden_layers is {layers}; {_MAX_LAYERS} at most were expected")
     moe_layers = _moe_layers(arch.rule, layers, text)
     if not moe_layers or text.values.get(arch.experts) in (None, 0):
         raise BrokenCheckpoint(Fault.NO_EXPERTS, file, "the model has no routed experts")

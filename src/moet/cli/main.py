@@ -79,6 +79,8 @@ def _told(error: Exception) -> tuple[str, str]:
         return str(error), error.hint
     if isinstance(error, ImportError):
         return f"something is not installed: {error}", "moet doctor says what is missing"
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}", "ask for less, or close other programs"
     if isinstance(error, OSError):  # a full disk behind stdout, say
         return f"the system refuses: {error}", "moet --debug shows where"
     what = f"a fault of moet: {type(error).__name__}: {error}"

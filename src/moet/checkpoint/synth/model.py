@@ -135,10 +135,15 @@ def _plans(config: dict[str, Any], moe: Moe) -> dict[str, TensorPlan]:
     """
     family = COMPLETE.get(moe.geometry.architecture, bare)
     try:
-        return {plan.name: plan for plan in family.plans(text_part(config), moe)}
+        plans = {plan.name: plan for plan in family.plans(text_part(config), moe)}
     except KeyError as error:
         what = f"{error.args[0]} is missing"
         raise BrokenCheckpoint(Fault.BAD_CONFIG, CONFIG, what) from error
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         what = f"a number in it is odd: {error}"
         raise BrokenCheckpoint(Fault.BAD_CONFIG, CONFIG, what) from error
+    for plan in plans.values():
+        if not all(isinstance(size, int) and size > 0 for size in plan.shape):
+            what = f"{plan.name} would have the shape {list(plan.shape)!r:.80}"
+            raise BrokenCheckpoint(Fault.BAD_CONFIG, CONFIG, what)
+    return plans
