@@ -138,6 +138,7 @@ def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
     [
         ({"tokens": (70_000,)}, "70000 tokens; 65535 at most"),
         ({"busy": 100_000}, "100000 busy processes"),
+        ({"samples": 10**20}, "samples; 100000 at most"),
     ],
 )
 def test_too_much_is_refused(wrong: dict[str, Any], message: str) -> None:

@@ -157,3 +157,10 @@ def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch, asked: str, le
     found = named(processor.findings(CPU))["threads"]
     assert (found.level, f"MOET_THREADS={asked}" in found.fact) == (level, True)
     assert found.fix
+
+
+def test_a_cache_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOET_CACHE_DIR", "/dev/null/moet")
+    found = named(memory.findings(MEMORY))["disk"]
+    assert found.level is Level.ERROR
+    assert "MOET_CACHE_DIR" in found.fix

@@ -25,6 +25,7 @@ from moet.kernels.spec import ActFormat
 BLOCK = 5  # steps of one turn
 BUSY_TURNS = 4
 MOST_BUSY = 1000
+MOST_SAMPLES = 100_000
 
 Progress = Callable[[str, float], None]
 """Told what is being measured and the share done, 0 to 1."""
@@ -70,6 +71,9 @@ class Options:
         if max(self.tokens) > MOST_TOKENS:
             hint = "a step has no more: moet bench cpu --tokens 64"
             raise UsageError(f"{max(self.tokens)} tokens; {MOST_TOKENS} at most", hint=hint)
+        if max(self.samples, self.busy_steps) > MOST_SAMPLES:
+            hint = "15 are enough for a median: moet bench cpu --samples 15"
+            raise UsageError(f"{self.samples} samples; {MOST_SAMPLES} at most", hint=hint)
         if self.busy > MOST_BUSY:
             hint = f"--busy {len(default_cpus())} keeps every CPU busy"
             raise UsageError(f"{self.busy} busy processes; {MOST_BUSY} at most", hint=hint)

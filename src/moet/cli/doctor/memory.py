@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 
@@ -59,6 +60,14 @@ def _pages(setting: str) -> Finding:
 def _disk() -> Finding:
     cache = env.read().cache_dir.expanduser()
     place = next(path for path in (cache, *cache.parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        return Finding(
+            level=Level.ERROR,
+            topic="disk",
+            fact=f"{place} is no directory that can be written; {cache} is to be in it",
+            consequence="moet serve has no place for its log",
+            fix="set MOET_CACHE_DIR to a directory of yours",
+        )
     free = shutil.disk_usage(place).free
     fact = f"{format_bytes(free)} free for {cache}"
     if free >= DISK_BYTES:
