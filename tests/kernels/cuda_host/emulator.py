@@ -122,6 +122,9 @@ class HostGpu(HostLauncher):
     def stream(self) -> int:
         return 1
 
+    def synchronise(self) -> None:
+        pass
+
     def capture(self, stream: int, work: Callable[[], None]) -> HostGraph:
         self.recording = steps = []
         try:
