@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from moet.base.errors import EngineError
+from moet.cli import chat
 from moet.cli.client import Answer, Client
 
 from .conftest import Moet
@@ -246,10 +247,10 @@ class Terminal:
 
 @pytest.fixture
 def terminal(server: Fake, tmp_path: Path) -> Iterator[Terminal]:
-    chat = Terminal(server[0], tmp_path)
-    yield chat
-    chat.process.kill()
-    chat.process.wait()
+    opened = Terminal(server[0], tmp_path)
+    yield opened
+    opened.process.kill()
+    opened.process.wait()
 
 
 def test_a_conversation(terminal: Terminal, server: Fake) -> None:
@@ -270,6 +271,17 @@ def test_a_conversation(terminal: Terminal, server: Fake) -> None:
     assert [m["content"] for m in server[1][-1]["messages"]] == ["hello"]
     terminal.type("/quit\n")
     assert terminal.end() == 0
+
+
+def test_a_line_that_is_not_utf_8_does_not_end_a_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def odd(_prompt: str) -> str:
+        return b"caf\xe9".decode()
+
+    monkeypatch.setattr("builtins.input", odd)
+    assert chat.read_line() == ""
+    assert capsys.readouterr().err == "that line is not UTF-8\n"
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(terminal: Terminal) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from moet.base.errors import UsageError
+from moet.base.errors import UnsupportedError, UsageError
 from moet.engine import apiserver
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -44,6 +46,13 @@ def test_an_abbreviated_flag_is_unknown(extra: list[str]) -> None:
 def test_what_the_supervisor_has_checked_stays(extra: list[str], flag: str) -> None:
     with pytest.raises(UsageError, match=flag):
         apiserver.parse([*OURS, *extra])
+
+
+def test_a_file_of_flags_is_looked_at_too(tmp_path: Path) -> None:
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("pipeline-parallel-size: 2\n")
+    with pytest.raises(UnsupportedError, match="pipeline parallelism"):
+        apiserver.parse([*OURS, "--config", str(flags)])
 
 
 def test_a_second_model_is_refused() -> None:
