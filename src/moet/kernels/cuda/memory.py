@@ -6,12 +6,11 @@ driver refuses calls that it holds to be unsafe while some thread captures in mo
 and torch's, and spoils that capture too. ``paused`` keeps our calls out of a capture altogether,
 and is what a capture is put in; the mode is for captures that nobody tells us about.
 
-| call | without the mode, during a global capture of another thread | waits for other work |
-|---|---|---|
-| ``allocate``, ``pin``, ``register`` | unsafe: may synchronise | it may |
-| ``free``, ``unpin``, ``unregister`` | unsafe: synchronise | yes |
-| ``copy_in``, ``copy_out``, ``wait``, ``done`` | to be taken for unsafe | the copy stream's |
-| ``record``, ``hold_copies``, ``drop``, ``room`` | not known to be; not relied on | no |
+| call | without the mode, during a global capture of another thread (driver 580) |
+|---|---|
+| ``allocate``, ``free``, ``pin``, ``unpin``, ``register``, ``unregister`` | refused, capture spoilt |
+| ``wait``, ``done`` | refused, capture spoilt |
+| ``copy_in``, ``copy_out``, ``record``, ``hold_copies``, ``drop``, ``room`` | done, capture whole |
 
 So memory is taken and given back only when a tier is made and closed. No call may be made in the
 capturing thread itself, where the mode would put what we enqueue beside the graph instead of in it.
