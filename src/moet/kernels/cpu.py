@@ -18,7 +18,15 @@ from moet.base.errors import KernelError
 from moet.kernels.spec import DType, LayerSpec
 from moet.machine.cpu import read_cpu
 
-__all__ = ["CpuLayer", "Pool", "ReadProbe", "choose_isa", "isa_available"]
+__all__ = [
+    "CpuLayer",
+    "Pool",
+    "ReadProbe",
+    "choose_isa",
+    "isa_available",
+    "release_workers",
+    "stall_worker",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,6 +132,22 @@ class Pool:
             KernelError: the address is not a multiple of 8, or a step is in flight.
         """
         self.core.set_heartbeat(address)
+
+
+def stall_worker(pool: Pool, worker: int, milliseconds: int) -> None:
+    """For exams: a worker (-1: whichever comes first) stops at its next item.
+
+    Args:
+        pool: whose.
+        worker: its number.
+        milliseconds: for how long; -1: until `release_workers`.
+    """
+    _core.exam_stall(pool.core, worker, milliseconds)
+
+
+def release_workers(pool: Pool) -> None:
+    """Ends `stall_worker`."""
+    _core.exam_release(pool.core)
 
 
 class ReadProbe:
@@ -243,13 +267,28 @@ class CpuLayer:
         x, ids = np.ascontiguousarray(x), np.ascontiguousarray(ids, np.int32)
         kind: type[np.generic] = np.uint16 if self.spec.rows_bf16 else np.float32
         rows = np.zeros((*ids.shape, self.spec.hidden), kind)
+        self.run_rows_at(
+            x=x.ctypes.data,
+            x_type=x_type,
+            tokens=x.shape[0],
+            ids=ids.ctypes.data,
+            slots=ids.shape[1],
+            rows=rows.ctypes.data,
+        )
+        return rows
+
+    def run_rows_at(
+        self, *, x: int, x_type: DType, tokens: int, ids: int, slots: int, rows: int
+    ) -> None:
+        """As `run_rows`, on buffers given by address; at most the planned tokens.
+
+        Raises:
+            KernelError: as `run_at`.
+        """
         try:
-            self._core.run_rows(
-                x.ctypes.data, x_type, x.shape[0], ids.ctypes.data, ids.shape[1], rows.ctypes.data
-            )
+            self._core.run_rows(x, x_type, tokens, ids, slots, rows)
         except _core.Refusal as refusal:
             raise _error(refusal) from None
-        return rows
 
     def run_at(
         self,

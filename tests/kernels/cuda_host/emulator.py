@@ -138,6 +138,22 @@ class HostGpu(HostLauncher):
         work()
         return 1e3 * (time.perf_counter() - start)
 
+    def laps(
+        self,
+        stream: int,
+        count: int,
+        prepare: Callable[[int], None],
+        work: Callable[[int], None],
+    ) -> list[float]:
+        times = []
+        for i in range(count):
+            prepare(i)
+            times.append(self.milliseconds(stream, lambda i=i: work(i)))  # type: ignore[misc]
+        return times
+
+    def read(self, address: int, nbytes: int, sink: int, stream: int) -> None:
+        self.later(lambda: ctypes.memmove(sink, address, 64) and None)
+
 
 class HostGraph:
     def __init__(self, steps: list[Callable[[], None]]) -> None:

@@ -233,6 +233,31 @@ class Gpu:
             self._call("cuEventDestroy", event)
         return elapsed
 
+    def laps(
+        self,
+        stream: int,
+        count: int,
+        prepare: Callable[[int], None],
+        work: Callable[[int], None],
+    ) -> list[float]:
+        """Milliseconds of device time of `work(0)`, `work(1)`, ...; `prepare` of each comes before
+        it, untimed. All is enqueued at once; then the host sleeps and takes no core from anybody.
+        """
+        flags = self._driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC
+        handle = self._driver.CUstream(stream)
+        events = [self._call("cuEventCreate", flags) for _ in range(2 * count)]
+        for i in range(count):
+            prepare(i)
+            self._call("cuEventRecord", events[2 * i], handle)
+            work(i)
+            self._call("cuEventRecord", events[2 * i + 1], handle)
+        self._call("cuEventSynchronize", events[-1])
+        pairs = zip(events[::2], events[1::2], strict=True)
+        times = [float(self._call("cuEventElapsedTime", *pair)) for pair in pairs]
+        for event in events:
+            self._call("cuEventDestroy", event)
+        return times
+
 
 class Graph:
     """Captured work, to be replayed."""
