@@ -30,6 +30,7 @@ def test_values_are_typed() -> None:
         ({"MOET_STALL_SECONDS": "nan"}, "MOET_STALL_SECONDS"),
         ({"MOET_API_KEY": "schlüssel"}, "MOET_API_KEY"),
         ({"MOET_API_KEY": "two words"}, "MOET_API_KEY"),
+        ({"MOET_IO": "fast"}, "MOET_IO"),
         ({"MOET_CACHE_DIR": ""}, "MOET_CACHE_DIR"),
         ({"MOET_CACHE_DIR": "~no such user/x"}, "no such user"),
     ],

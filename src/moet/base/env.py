@@ -10,6 +10,7 @@ from pathlib import Path
 from moet.base.errors import UsageError
 
 PREFIX = "MOET_"
+IO_MODES = ("auto", "uring", "threads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,9 @@ class Settings:
         cache_dir: where logs of servers and compiled code are kept.
         stall_seconds: a step with work in flight that makes no progress for so long is dead.
         api_key: the key that ``moet serve`` asks its clients for and that ``moet chat`` sends.
+        io: how experts are read from disks: ``auto``, ``uring`` or ``threads``. ``auto`` tries
+            io_uring out and takes threads where it is forbidden; a forced one that cannot be is
+            an error.
         heartbeat: the heartbeat page of the server that started this process; set by ``moet
             serve`` for its children, empty elsewhere.
     """
@@ -32,6 +36,7 @@ class Settings:
     cache_dir: Path = Path("~/.cache/moet")
     stall_seconds: float = 120.0
     api_key: str = ""
+    io: str = "auto"
     heartbeat: str = ""
 
 
@@ -64,6 +69,8 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     if not settings.stall_seconds > 0:
         hint = "give the seconds after which a silent engine is dead, for example 120"
         raise UsageError(f"MOET_STALL_SECONDS={settings.stall_seconds} is not positive", hint=hint)
+    if settings.io not in IO_MODES:
+        raise UsageError(f"MOET_IO={settings.io!r} is no way to read", hint=" or ".join(IO_MODES))
     if given.get("MOET_CACHE_DIR") == "":
         raise UsageError("MOET_CACHE_DIR is empty", hint="name a directory, or unset it")
     expand_user(settings.cache_dir)
