@@ -297,8 +297,8 @@ def model_table(folder: Path, activations: dict[str, F64], experts: int, tokens:
     """Mean relative error of some of a model's own experts, on recorded inputs spread evenly."""
     from moet.checkpoint.open import open_checkpoint
     from moet.formats.tiling import read_expert
-    from moet.hybrid.expert_reader import ExpertReader, OpenFiles
     from moet.hybrid.load import record_layout
+    from moet.pack.expert_reader import ExpertReader, OpenFiles
 
     checkpoint = open_checkpoint(folder)
     geometry, layout, files = checkpoint.geometry, record_layout(checkpoint.geometry), OpenFiles()

@@ -30,7 +30,7 @@ def test_tool_is_content(rule: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-NATIVE_ROOMS = {"kernels", "tiers", "machine", "hybrid"}
+NATIVE_ROOMS = {"kernels", "tiers", "pack", "machine", "hybrid"}
 
 
 def test_only_the_lower_rooms_import_the_native_part() -> None:

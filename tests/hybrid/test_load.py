@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from moet.base.errors import FormatError, MachineError, MoetError, TierError, UsageError
 from moet.checkpoint import BrokenCheckpoint, Checkpoint, Fault, open_checkpoint
+from moet.checkpoint.keys import ExpertKey, expert_keys
 from moet.formats.mxfp4 import Mxfp4Matrix
 from moet.formats.tiling import ExpertWeights, write_expert
-from moet.hybrid import expert_reader
-from moet.hybrid.expert_reader import intermediate_slice
-from moet.hybrid.load import Progress, expert_keys, load, record_layout, tier_bytes
+from moet.hybrid.load import Progress, load, record_layout, tier_bytes
+from moet.pack import expert_reader
+from moet.pack.expert_reader import intermediate_slice
 from moet.testing.faults import FaultyTier, fail_nth
 from moet.testing.toy import FAMILIES, toy_model, write_toy_checkpoint
-from moet.tiers.api import ExpertKey
 from moet.tiers.ram import RamTier
 
 SIZES = {"hidden": 160, "intermediate": 96, "experts": 6, "layers": 2}

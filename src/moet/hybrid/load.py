@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -18,12 +18,13 @@ from moet.base.errors import MachineError
 from moet.base.log import get
 from moet.base.units import format_bytes, format_rate
 from moet.checkpoint.geometry import ModelGeometry
+from moet.checkpoint.keys import ExpertKey, expert_keys, in_file_order
 from moet.checkpoint.open import Checkpoint
 from moet.formats.tiling import ExpertLayout
-from moet.hybrid.expert_reader import ExpertReader, OpenFiles, intermediate_slice
 from moet.machine.cpu import usable_cpus, usable_threads
 from moet.machine.memory import read_memory
-from moet.tiers.api import ExpertKey, Tier
+from moet.pack.expert_reader import ExpertReader, OpenFiles, intermediate_slice
+from moet.tiers.api import Tier
 
 _log = get("hybrid.load")
 
@@ -83,11 +84,6 @@ def record_layout(geometry: ModelGeometry, rank: int = 0, world: int = 1) -> Exp
     """
     channels = intermediate_slice(geometry.intermediate, rank, world)
     return ExpertLayout(geometry.hidden, len(channels), geometry.biased)
-
-
-def expert_keys(geometry: ModelGeometry) -> list[ExpertKey]:
-    """Every routed expert of a model."""
-    return [ExpertKey(i, e) for i in geometry.moe_layers for e in range(geometry.experts)]
 
 
 def tier_bytes(geometry: ModelGeometry, rank: int = 0, world: int = 1) -> int:
@@ -157,14 +153,6 @@ class _Load:
         """Takes out what this load has put in."""
         for key in self.written:
             self.tier.evict(key)
-
-
-def _in_file_order(checkpoint: Checkpoint, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-    def place(key: ExpertKey) -> tuple[str, int]:
-        span = checkpoint.expert_tensors(*key).gate.codes
-        return str(span.file), span.offset
-
-    return sorted(keys, key=place)
 
 
 def _bytes_to_read(checkpoint: Checkpoint, keys: Sequence[ExpertKey], channels: range) -> int:
@@ -253,7 +241,7 @@ def load(
     total = _bytes_to_read(checkpoint, wanted, part.channels)
     start = time.monotonic()
     try:
-        done = _run(state, _in_file_order(checkpoint, wanted), threads, total, progress)
+        done = _run(state, in_file_order(checkpoint, wanted), threads, total, progress)
     finally:
         state.files.close()
     report = LoadReport(

@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moet.checkpoint.keys import ExpertKey
+
+__all__ = ["RECORD_ALIGNMENT", "ExpertKey", "Lease", "Reservation", "Stats", "Tier"]
+
 RECORD_ALIGNMENT = 4096
 """Records start at multiples of this, in bytes; their sizes are rounded up to it."""
-
-
-class ExpertKey(NamedTuple):
-    """Which expert a record is."""
-
-    layer: int
-    expert: int
 
 
 @dataclass(frozen=True, kw_only=True)

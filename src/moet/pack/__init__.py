@@ -1,0 +1,1 @@
+"""From a checkpoint's files to expert records, and records kept on disk: the pack."""
