@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kernels.cuda_host.emulator import build_library
 
 from moet.engine.heartbeat import Page
 from moet.kernels.cpu import isa_available
@@ -98,6 +100,12 @@ def drive(root: Path, wanted: list[dict[str, Any]]) -> Runs:
         )
     assert done.returncode == 0, log.read_text()[-4000:]
     return Runs(root, json.loads((root / "results.json").read_text()))
+
+
+@pytest.fixture(scope="session")
+def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The GPU kernels compiled for the host. Skips where there is no compiler."""
+    return build_library(tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(scope="session")
