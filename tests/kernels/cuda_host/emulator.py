@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 import moet.kernels.cuda as cuda_room
 from moet.kernels.cuda.params import Params
 from moet.kernels.cuda.plan import Card
+from moet.testing.card import HostCard
 from moet.verify.cases import aligned_bytes
 
 HERE = Path(__file__).parent
@@ -154,6 +155,9 @@ class HostGpu(HostLauncher):
     def read(self, address: int, nbytes: int, sink: int, stream: int) -> None:
         self.later(lambda: ctypes.memmove(sink, address, 64) and None)
 
+    def registers(self, kernel: str) -> int:
+        return 1
+
 
 class HostGraph:
     def __init__(self, steps: list[Callable[[], None]]) -> None:
@@ -211,3 +215,18 @@ class HostLink:
     def host_function(self, stream: int, function: int, data: int) -> None:
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
         self.card.later(lambda: call(data))
+
+
+def instant_card() -> HostCard:
+    """A `HostCard` for the uploads of `HostGpu`, whose streams have always ended: the points that
+    are recorded in them have passed at once."""
+    memory = HostCard()
+    record = memory.record
+
+    def passed(stream: int) -> int:
+        event = record(stream)
+        memory.finish(event)
+        return event
+
+    memory.record = passed  # type: ignore[method-assign]
+    return memory
