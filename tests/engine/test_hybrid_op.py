@@ -6,84 +6,30 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install moet[cpu]")
 
-from tests.engine.emulated import PATIENT, emulated_card  # noqa: E402
+from tests.engine.emulated import emulated_card  # noqa: E402
+from tests.engine.layer_pair import SPEC, STEP, LayerPair, call  # noqa: E402
 
 from moet.base.errors import EngineError, StepError  # noqa: E402
-from moet.engine import hybrid_op, op  # noqa: E402
+from moet.engine import hybrid_op  # noqa: E402
 from moet.engine.hybrid_op import CardLayer  # noqa: E402
-from moet.engine.live import LiveLayer  # noqa: E402
-from moet.hybrid.card import CardExperts  # noqa: E402
-from moet.hybrid.experts import plan  # noqa: E402
-from moet.kernels.cpu import Pool  # noqa: E402
-from moet.kernels.spec import ActFormat, LayerSpec  # noqa: E402
 from moet.tiers.api import ExpertKey  # noqa: E402
-from moet.tiers.ram import RamTier  # noqa: E402
-from moet.verify.cases import LayerCase  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about itself
 
-SPEC = LayerSpec(hidden=96, intermediate=64, experts=7, top_k=3, act=ActFormat.MXINT16)
-STEP = 4  # most tokens of one
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-class Layer:
-    """One layer twice: on a card with three of seven experts, and on the CPU alone."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        case = LayerCase.random(np.random.default_rng(3), SPEC)
-        self.tier = RamTier(case.records.size, populate=False)
-        for expert, record in enumerate(case.records):
-            self.tier.put(ExpertKey(0, expert), record)
-        self.card = emulated_card(library)
-        self.experts = CardExperts(
-            self.card.gpu,
-            self.card.link,
-            self.card.memory,
-            Pool(2),
-            {0: SPEC},
-            capacity_bytes=3 * SPEC.layout.record_bytes,
-            max_tokens=STEP,
-            stall_seconds=PATIENT,
-        )
-        self.experts.bind(self.leases())
-        self.experts.place({0: (1, 4, 6)}, 0)
-        self.on_card = CardLayer("the layer", self.experts.layers[0], torch.device("cpu"))
-        hybrid_op.attach("card", self.on_card)
-        alone = plan(SPEC, 64, Pool(1))
-        alone.bind(self.leases())
-        self.on_cpu = LiveLayer("the layer", alone)
-        op.attach("cpu", self.on_cpu)
-
-    def leases(self) -> list[Any]:
-        return [self.tier.acquire(ExpertKey(0, expert)) for expert in range(SPEC.experts)]
-
-    def close(self) -> None:
-        self.experts.close()
-        self.on_cpu.experts.close()  # type: ignore[attr-defined]
-        self.tier.close()
-        self.card.close()
-        assert self.card.gpu.held == {}  # type: ignore[attr-defined]
-
-
 @pytest.fixture(scope="module")
-def layer(emulated_library: ctypes.CDLL) -> Iterator[Layer]:
-    layer = Layer(emulated_library)
+def layer(emulated_library: ctypes.CDLL) -> Iterator[LayerPair]:
+    layer = LayerPair(emulated_card(emulated_library))
     yield layer
     layer.close()
-
-
-def call(tokens: int, dtype: Any = torch.bfloat16) -> tuple[Any, Any, Any]:
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, SPEC.hidden, generator=generator).to(dtype)
-    weights = torch.rand(tokens, SPEC.top_k, generator=generator)
-    drawn = torch.rand(tokens, SPEC.experts, generator=generator)
-    return x, weights, drawn.argsort(1)[:, : SPEC.top_k].int()
+    layer.card.close()
+    assert layer.card.gpu.held == {}  # type: ignore[attr-defined]
 
 
 def on_card(x: Any, weights: Any, ids: Any) -> Any:
@@ -103,7 +49,7 @@ def in_halves(x: Any, weights: Any, ids: Any) -> Any:
 @pytest.mark.parametrize("way", [on_card, in_halves])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("tokens", [0, 1, STEP, 2 * STEP + 1])
-def test_the_cpu_ops_bits(layer: Layer, way: Any, dtype: Any, tokens: int) -> None:
+def test_the_cpu_ops_bits(layer: LayerPair, way: Any, dtype: Any, tokens: int) -> None:
     x, weights, ids = call(tokens, dtype)
     before = layer.on_card.calls
     out = way(x, weights, ids)
@@ -115,7 +61,7 @@ def test_the_cpu_ops_bits(layer: Layer, way: Any, dtype: Any, tokens: int) -> No
     assert layer.on_card.calls == before + 1
 
 
-def test_strides_types_and_addresses_do_not_matter(layer: Layer) -> None:
+def test_strides_types_and_addresses_do_not_matter(layer: LayerPair) -> None:
     x, weights, ids = call(3)
     want = on_cpu(x, weights, ids)
     wide = torch.zeros(3, 2 * SPEC.hidden, dtype=torch.bfloat16)
@@ -128,7 +74,7 @@ def test_strides_types_and_addresses_do_not_matter(layer: Layer) -> None:
     assert torch.equal(on_card(shifted, weights, ids), want)
 
 
-def test_empty_slots(layer: Layer) -> None:
+def test_empty_slots(layer: LayerPair) -> None:
     x, weights, ids = call(3)
     ids[1] = -1
     out = on_card(x, weights, ids)
@@ -136,7 +82,7 @@ def test_empty_slots(layer: Layer) -> None:
     assert torch.equal(out, on_cpu(x, weights, ids))
 
 
-def test_something_else_runs_between_the_halves(layer: Layer) -> None:
+def test_something_else_runs_between_the_halves(layer: LayerPair) -> None:
     x, weights, ids = call(2 * STEP)
     out = torch.ops.moet.hybrid_start(x, weights, ids, "card")
     shared = x * 2
@@ -144,7 +90,7 @@ def test_something_else_runs_between_the_halves(layer: Layer) -> None:
     assert torch.equal(out + shared, on_cpu(x, weights, ids) + x * 2)
 
 
-def test_a_second_half_without_a_first_is_an_error(layer: Layer) -> None:
+def test_a_second_half_without_a_first_is_an_error(layer: LayerPair) -> None:
     x, weights, ids = call(2)
     with pytest.raises(EngineError, match="where nothing had begun"):
         torch.ops.moet.hybrid_finish(torch.empty_like(x), weights, ids, "card")
@@ -156,7 +102,7 @@ def test_a_second_half_without_a_first_is_an_error(layer: Layer) -> None:
 
 @pytest.mark.parametrize("way", [on_card, in_halves])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_graphs_keep_the_ops_whole(layer: Layer, way: Any, backend: str) -> None:
+def test_compiled_graphs_keep_the_ops_whole(layer: LayerPair, way: Any, backend: str) -> None:
     def block(x: Any, weights: Any, ids: Any) -> Any:
         return way(x * 2, weights, ids) + 1
 
@@ -168,7 +114,7 @@ def test_compiled_graphs_keep_the_ops_whole(layer: Layer, way: Any, backend: str
 
 
 @pytest.mark.parametrize("name", ["hybrid_experts", "hybrid_start"])
-def test_the_fakes_have_the_ops_shapes(layer: Layer, name: str) -> None:
+def test_the_fakes_have_the_ops_shapes(layer: LayerPair, name: str) -> None:
     torch.library.opcheck(
         getattr(torch.ops.moet, name), (*call(2), "card"), test_utils=("test_schema",)
     )
@@ -181,7 +127,7 @@ def test_the_fakes_have_the_ops_shapes(layer: Layer, name: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["hidden", "slots", "ids", "type", "id type", "weight type"])
-def test_a_call_of_another_shape_is_refused(layer: Layer, wrong: str) -> None:
+def test_a_call_of_another_shape_is_refused(layer: LayerPair, wrong: str) -> None:
     x, weights, ids = call(3)
     given = {
         "hidden": (x[:, :64], weights, ids),
@@ -212,7 +158,7 @@ def test_a_layer_that_is_not_there_is_an_error() -> None:
         torch.ops.moet.hybrid_experts(*call(1), "nobody")
 
 
-def test_what_the_cpu_refuses_is_an_error_at_the_check(layer: Layer) -> None:
+def test_what_the_cpu_refuses_is_an_error_at_the_check(layer: LayerPair) -> None:
     """An expert that is nowhere: the token is NaN, and who checks is told."""
     x, weights, ids = call(2)
     cpu = layer.experts._cpu[0]

@@ -128,6 +128,8 @@ class Greedy:
         aside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(aside):
             for _ in range(_WARM_UP):
+                self._cache.reset()
+                self._position.zero_()
                 self._step()
         torch.cuda.current_stream(self._device).wait_stream(aside)
         with card.capturing() as posts, torch.cuda.graph(graph):
