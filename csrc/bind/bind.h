@@ -14,6 +14,7 @@ namespace moet {
 void bind_pool(nanobind::module_& m);
 void bind_layer(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_io(nanobind::module_& m);
 void bind_machine(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);
 

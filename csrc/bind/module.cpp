@@ -31,4 +31,5 @@ NB_MODULE(_core, m) {
   moet::bind_layer(m);
   moet::bind_mailbox(m);
   moet::bind_kernels(m);
+  moet::bind_io(m);
 }
