@@ -28,6 +28,7 @@ from moet.hybrid.heat import read_heat
 from moet.hybrid.load import load, record_layout, tier_bytes
 from moet.kernels.cpu import Pool
 from moet.kernels.spec import LayerSpec
+from moet.machine.cpu import read_cpu
 from moet.tiers.api import ExpertKey, Lease
 from moet.tiers.ram import RamTier
 
@@ -78,9 +79,9 @@ class Served:
         self.close()
 
 
-def default_pool() -> Pool:
-    """The CPU's workers, as the settings say."""
-    return Pool(env.read().threads)
+def default_pool(spare: int = 0) -> Pool:
+    """The CPU's workers: as many as the settings say, or all cores but ``spare``."""
+    return Pool(env.read().threads or max(1, read_cpu().threads - spare))
 
 
 def layer_spec(geometry: ModelGeometry) -> LayerSpec:

@@ -196,7 +196,8 @@ def load_on_card(
         card: None: GPU 0.
         dtype: of torch, for everything but the experts; None: the config's.
         capacity_bytes: of the card, for experts; None: what ``share`` needs.
-        pool: the CPU's workers; None: by the settings.
+        pool: the CPU's workers; None: by the settings, by default all cores but the one that
+            launches: workers poll while a step is in flight.
         variant: how the card waits for the CPU; None: the first that a probe finds working.
         max_tokens: of a step; longer passes are cut.
         stall_seconds: see `Mailbox`.
@@ -213,7 +214,7 @@ def load_on_card(
             stack.callback(card.close)
         model = transformers_model.build(checkpoint, dtype, card.device)
         modules = transformers_model.experts_by_layer(model, geometry)
-        pool = pool or transformers_adapter.default_pool()
+        pool = pool or transformers_adapter.default_pool(spare=1)
         spec = transformers_adapter.layer_spec(geometry)
         needed = sum(map(len, split.values())) * spec.layout.record_bytes
         tier = transformers_adapter.read_experts(checkpoint, stack)
