@@ -28,6 +28,7 @@ def test_values_are_typed() -> None:
         ({"MOET_STALL_SECONDS": "soon"}, "MOET_STALL_SECONDS"),
         ({"MOET_STALL_SECONDS": "0"}, "MOET_STALL_SECONDS"),
         ({"MOET_STALL_SECONDS": "nan"}, "MOET_STALL_SECONDS"),
+        ({"MOET_MAILBOX": "telepathy"}, "telepathy"),
         ({"MOET_API_KEY": "schlüssel"}, "MOET_API_KEY"),
         ({"MOET_API_KEY": "two words"}, "MOET_API_KEY"),
         ({"MOET_IO": "fast"}, "MOET_IO"),

@@ -98,14 +98,14 @@ def test_an_exam_without_enough_splits_has_not_passed() -> None:
 @pytest.mark.parametrize("variant", Variant)
 def test_every_fault_is_an_error_in_time_or_does_no_harm(room: Room, variant: Variant) -> None:
     told = faults.examine(room, (variant,))
-    assert [r.kind for r in told] == list(faults.KINDS)
-    said = {r.kind: r.said for r in told}
+    assert [r.fault for r in told] == list(faults.KINDS)
+    said = {r.fault: r.said for r in told}
     assert "made no progress" in said["stopped"]
     assert said["slow"] == ""
     assert "not whole" in said["request"]
     assert "gave up" in said["answer"]
     # How soon the error of a stop comes is a matter of a quiet machine: not judged here.
-    assert {r.wrong for r in told if r.kind != "stopped"} == {""}
+    assert {r.wrong for r in told if r.fault != "stopped"} == {""}
 
 
 # ---- what they are made of

@@ -10,6 +10,7 @@ from pathlib import Path
 from moet.base.errors import UsageError
 
 PREFIX = "MOET_"
+MAILBOXES = ("auto", "poll", "memop", "hostfunc")
 IO_MODES = ("auto", "uring", "threads")
 
 
@@ -21,8 +22,10 @@ class Settings:
         isa: force one CPU vocabulary: ``portable``, ``avx2`` or ``avx512vnni``; empty = the best
             that the machine has. Forcing an absent one is an error.
         threads: threads of the CPU tier, the calling one included; 0 = one a usable core.
-        cache_dir: where logs of servers and compiled code are kept.
+        cache_dir: where logs of servers, compiled code and packs are kept.
         stall_seconds: a step with work in flight that makes no progress for so long is dead.
+        mailbox: how a card waits for the CPU: ``poll``, ``memop`` or ``hostfunc``; ``auto`` = the
+            first that works, found out at start-up. Forcing one that does not work is an error.
         api_key: the key that ``moet serve`` asks its clients for and that ``moet chat`` sends.
         io: how experts are read from disks: ``auto``, ``uring`` or ``threads``. ``auto`` tries
             io_uring out and takes threads where it is forbidden; a forced one that cannot be is
@@ -35,6 +38,7 @@ class Settings:
     threads: int = 0
     cache_dir: Path = Path("~/.cache/moet")
     stall_seconds: float = 120.0
+    mailbox: str = "auto"
     api_key: str = ""
     io: str = "auto"
     heartbeat: str = ""
@@ -71,6 +75,9 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         raise UsageError(f"MOET_STALL_SECONDS={settings.stall_seconds} is not positive", hint=hint)
     if settings.io not in IO_MODES:
         raise UsageError(f"MOET_IO={settings.io!r} is no way to read", hint=" or ".join(IO_MODES))
+    if settings.mailbox not in MAILBOXES:
+        hint = f"one of {', '.join(MAILBOXES)}"
+        raise UsageError(f"MOET_MAILBOX={settings.mailbox!r} is no way to wait", hint=hint)
     if given.get("MOET_CACHE_DIR") == "":
         raise UsageError("MOET_CACHE_DIR is empty", hint="name a directory, or unset it")
     expand_user(settings.cache_dir)

@@ -60,7 +60,7 @@ class Options:
         variants: of waiting.
         replays: a figure, at least 50 for a record.
         cpu_passes: of the CPU alone a figure.
-        read_bytes: of a pass of the host's read loop.
+        read_bytes: of a pass of the host's read loop; 0 = 4 GiB.
         stall_seconds: of the mailbox.
         isa: forced CPU kernels, empty = the best.
         seed: of experts, calls and activations.
@@ -73,7 +73,7 @@ class Options:
     variants: tuple[Variant, ...] = (Variant.POLL,)
     replays: int = 50
     cpu_passes: int = 20
-    read_bytes: int = READ_BYTES
+    read_bytes: int = 0
     stall_seconds: float = STALL_SECONDS
     isa: str = ""
     seed: int = 0
@@ -183,7 +183,7 @@ class _Bench:
                 rig.close()
 
     def _cpu_read(self) -> float:
-        wanted, tier = self.options.read_bytes, self.experts.tier
+        wanted, tier = self.options.read_bytes or READ_BYTES, self.experts.tier
         if self.experts.nbytes >= wanted:
             probe = ReadProbe(self.pool, tier.address_of(0), wanted)
             return median([probe.run() for _ in range(READ_PASSES)])

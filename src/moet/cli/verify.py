@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moet.base.errors import UsageError
 from moet.cli import console, lists
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ def bits(
     *,
     outputs: Annotated[int, typer.Option(help="Numbers to compare, at least.")] = 1_000_000,
     seed: Annotated[int, typer.Option(help="Other layers.")] = 0,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="A GPU's kernels and the hybrid step, with the CPU's.")
+    ] = False,
+    faults: Annotated[
+        bool, typer.Option("--faults", help="With --gpu: also stop, slow and corrupt it.")
+    ] = False,
+    device: Annotated[int, typer.Option(help="With --gpu: which, as the driver counts.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> int:
     """Compare every kernel with the reference, bit for bit, on random layers.
@@ -38,7 +46,17 @@ def bits(
     All instruction sets that this machine has, or the one that MOET_ISA names; 1 to 3 threads,
     batches of 1 to 64 tokens, every format and gate; half of the outputs come from layers as wide
     as real ones. Exit status 1: an output differs.
+
+    With --gpu the CPU's kernels are the reference: the card's kernels alone, then whole steps with
+    no, all and 50 or more random splits of the experts between card and CPU, eager and replayed,
+    while other experts are uploaded. It needs 30 GB of the host's memory and of the card's.
     """
+    if gpu:
+        from moet.cli import verify_gpu
+
+        return verify_gpu.bits(outputs, seed, faults=faults, device=device, json=json)
+    if faults or device:
+        raise UsageError("--faults and --device are of --gpu", hint="moet verify bits --gpu")
     from moet.base import env
     from moet.cli.progress import shares
     from moet.verify import bits as exam

@@ -49,14 +49,14 @@ class FaultReport:
 
     Attributes:
         variant: how the card waited.
-        kind: of the fault.
+        fault: of `KINDS`.
         seconds: from the step's launch until its end was seen.
         said: the error; empty: none.
         wrong: what is not as it must be; empty: all is well.
     """
 
     variant: str
-    kind: str
+    fault: str
     seconds: float
     said: str
     wrong: str
@@ -65,7 +65,7 @@ class FaultReport:
 def examine(
     room: Room,
     variants: Sequence[Variant],
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] | None = None,
     progress: Callable[[FaultReport], None] = lambda report: None,
 ) -> list[FaultReport]:
     """Makes each fault with each way to wait.
@@ -73,13 +73,13 @@ def examine(
     Args:
         room: card and CPU.
         variants: ways to wait.
-        kinds: of `KINDS`.
+        kinds: of `KINDS`; None: all.
         progress: is told of each.
     """
     reports = []
     for variant in variants:
         with _opened(room, variant) as bench:
-            for kind in kinds:
+            for kind in KINDS if kinds is None else kinds:
                 reports.append(bench.try_fault(kind))
                 progress(reports[-1])
     return reports
@@ -153,12 +153,12 @@ class _Bench:
         self._make(kind)
         got, said, seconds = self._replay()
         report = FaultReport(
-            variant=str(self.variant), kind=kind, seconds=seconds, said=said,
+            variant=str(self.variant), fault=kind, seconds=seconds, said=said,
             wrong=self._wrong(kind, got, said, seconds),
         )  # fmt: skip
         release_workers(self.room.pool)
-        if said and (fault := self._recover()):
-            return replace(report, wrong=f"{report.wrong}; {fault}".lstrip("; "))
+        if said and (still := self._recover()):
+            return replace(report, wrong=f"{report.wrong}; {still}".lstrip("; "))
         return report
 
     def _make(self, kind: str) -> None:
