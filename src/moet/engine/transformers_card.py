@@ -198,7 +198,7 @@ def load_on_card(
         capacity_bytes: of the card, for experts; None: what ``share`` needs.
         pool: the CPU's workers; None: by the settings, by default all cores but the one that
             launches: workers poll while a step is in flight.
-        variant: how the card waits for the CPU; None: the first that a probe finds working.
+        variant: how the card waits for the CPU; None: MOET_MAILBOX.
         max_tokens: of a step; longer passes are cut.
         stall_seconds: see `Mailbox`.
 
@@ -226,7 +226,7 @@ def load_on_card(
             dict.fromkeys(geometry.moe_layers, spec),
             capacity_bytes=needed if capacity_bytes is None else capacity_bytes,
             max_tokens=max_tokens,
-            variant=variant or choose(card.gpu, card.link, pool),
+            variant=variant or choose(card.gpu, card.link, pool, env.read().mailbox),
             stall_seconds=stall_seconds,
             isa=env.read().isa,
         )
