@@ -59,7 +59,9 @@ class Rig:
         self, library: ctypes.CDLL, case: LayerCase, max_tokens: int, seed: int, **tuning: int
     ) -> None:
         rng = np.random.default_rng(seed)
-        choice = Tuning(deepest=int(rng.integers(2, 4)), **tuning)
+        choice = Tuning(
+            deepest=int(rng.integers(2, 4)), sum_tasks=int(rng.integers(1, 3)), **tuning
+        )
         self.case = case
         self.table = case.records.ctypes.data + np.arange(
             case.spec.experts, dtype=np.uint64

@@ -46,6 +46,7 @@ struct Meeting {
 inline Index thread, block, block_size, grid_size;
 inline std::vector<Fiber> fibers;
 inline u32 running;
+inline u64 observations;  // by this block
 inline u32 alive;
 inline std::vector<Meeting> warps;
 inline Meeting everybody;
@@ -147,6 +148,7 @@ inline void run_block(u32 threads, u32 shared_bytes) {
   for (u32 i = 0; i < threads; ++i) start(fibers[i], i);
   alive = threads;
   running = 0;
+  observations = 0;
   thread = {0, 0};
   moet_switch(&scheduler, fibers[0].stack_pointer);
   if (!copies.empty()) fail("a copy that nobody waited for");
@@ -255,6 +257,16 @@ MOET_DEVICE int __reduce_add_sync(u32, int x) {
   for (int i = 0; i < 32; ++i) sum += static_cast<u32>(words[i][0]);
   return static_cast<int>(sum);
 }
+template <class T>
+MOET_DEVICE T __shfl_sync(u32, T x, u32 from) {
+  const auto words = host::exchange<1>({static_cast<u64>(x)});
+  return static_cast<T>(words[from][0]);
+}
+MOET_DEVICE u32 atomicMax(u32* p, u32 x) {
+  const u32 old = *p;
+  if (x > old) *p = x;
+  return old;
+}
 MOET_DEVICE u32 atomicAdd(u32* p, u32 x) {
   const u32 old = *p;
   *p += x;
@@ -285,13 +297,13 @@ MOET_DEVICE void barriers_ready() { __syncwarp(); }
 
 MOET_DEVICE void land(const host::Copy& c) { std::memcpy(c.to, c.from, c.bytes); }
 
-MOET_DEVICE void copy_pair(u8* to, u32 to_step, const u8* from, u64 from_step, u32 bytes,
+MOET_DEVICE void copy_runs(u8* to, u32 to_step, const u8* from, u32 from_step, u32 bytes, u32 runs,
                            u64* barrier) {
   if (threadIdx.x & 31) return;
   for (const auto& c : host::copies)
     if (c.barrier == barrier) host::fail("a slot that is filled twice");
-  for (u32 i = 0; i < 2; ++i) {
-    const host::Copy c = {to + i * to_step, from + i * from_step, bytes, barrier};
+  for (u32 i = 0; i < runs; ++i) {
+    const host::Copy c = {to + i * to_step, from + static_cast<u64>(i) * from_step, bytes, barrier};
     if ((reinterpret_cast<uintptr_t>(c.to) | reinterpret_cast<uintptr_t>(c.from) | bytes) % 16)
       host::fail("a copy that is not aligned to 16 bytes");
     host::copies.push_back(c);
@@ -317,6 +329,30 @@ MOET_DEVICE void barrier_wait(u64* barrier, u32 parity) {
     else if (spins > 100000) host::fail("a wait for a copy that is never started");
     else host::yield();
   }
+}
+
+MOET_DEVICE void copy_piece(u8* to, const u8* from) { std::memcpy(to, from, 16); }
+MOET_DEVICE void wait_for_pieces() {}
+MOET_DEVICE void load_if(uint4& x, bool wanted, const u8* p) {
+  if (wanted) std::memcpy(&x, p, 16);
+}
+
+// --- meetings: the arrivals that a phase needs, those that have come, and the phases that are over
+
+MOET_DEVICE void meeting_init(u64* barrier, u32 arrivals) { *barrier = static_cast<u64>(arrivals) << 48; }
+MOET_DEVICE bool arrive(u64* barrier) {
+  const u64 come = 1ull << 32;
+  *barrier += come;
+  if ((*barrier >> 32 & 0xFFFF) != *barrier >> 48) return false;
+  *barrier = (*barrier & ~(0xFFFFull << 32)) + 1;
+  return true;
+}
+
+MOET_DEVICE void publish(u32* p, u32 v) { *p = v; }
+MOET_DEVICE u32 observe(const u32* p) {
+  if (++host::observations > 10000000) host::fail("a word that nobody publishes");
+  host::yield();
+  return *p;
 }
 
 // --- words shared with another thread of the host, which is the real one

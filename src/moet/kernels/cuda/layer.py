@@ -173,9 +173,8 @@ class CudaLayer:
         return StageParams(
             table=self._table,
             experts=self.spec.experts,
-            unit_pairs=plan.unit_pairs,
             depth=plan.depth,
-            sum_buffers=plan.sum_buffers,
+            sum_columns=plan.sum_columns,
             gate=int(self.spec.gate),
             limit=float("inf") if self.spec.limit is None else self.spec.limit,
         )

@@ -38,14 +38,13 @@ class StageParams(ctypes.Structure):
         ("blocks", _U),
         ("section", _U),
         ("pairs", _U),
-        ("unit_pairs", _U),
         ("out_size", _U),
         ("bias", _U),
         ("second_bias", _U),
         ("gate", _U),
         ("limit", _F),
         ("depth", _U),
-        ("sum_buffers", _U),
+        ("sum_columns", _U),
     ]
 
 

@@ -1,9 +1,8 @@
 """How a layer is laid over a card: blocks of threads, shared memory, work per block. Pure.
 
-A stage (gate and up, or down) gives each block of threads a run of *units*: some pairs of strips
-whose segment sums meet in shared memory. An item (a pair and a segment) is one warp's; so the
-number of warps should divide the items of a unit. Each warp keeps `depth` groups of a pair in
-flight.
+A stage (gate and up, or down) gives each block of threads *units* of four strips; a unit's segments
+of K are the items of the block's warps, whose sums meet in shared memory. Each warp keeps up to
+`depth` groups of four strips in flight.
 """
 
 from __future__ import annotations
@@ -14,26 +13,33 @@ from typing import Final
 
 from moet.base.errors import KernelError
 from moet.formats.mxint import ActFormat
-from moet.formats.tiling import GROUP_BLOCKS, GROUP_BYTES, STRIP_ROWS, ceil_div
+from moet.formats.tiling import GROUP_BLOCKS, GROUP_BYTES, ceil_div
 from moet.kernels.spec import LayerSpec
 
-COLUMNS: Final = 8
-"""Tokens of one MMA."""
+PLACES: Final = 8
+"""Columns of one MMA: so many tokens of MXINT8, half as many of MXINT16."""
 
-MOST_WARPS: Final = 8
-"""Of a block: `kMostThreads` of the device code."""
+MOST_WARPS: Final = 16
+"""Of a block, with the shared memory of data-centre cards: `kMostThreads` of the device code."""
+
+FEWER_WARPS: Final = 12
+"""The same on all others, whose code has more registers a thread instead."""
 
 MOST_ROUTINGS: Final = 4096
 """Routings (token, slot) of one step: what the plan's shared memory and 16-bit indices allow."""
 
-_BUSY_WARPS: Final = 5
 _SEGMENT_BLOCKS: Final = 16
-_SLOT_BYTES: Final = 2 * GROUP_BYTES
-_ITEM_SUM_BYTES: Final = 2 * COLUMNS * 20 * 4
+_UNIT_STRIPS: Final = 4
+_SLOT_BYTES: Final = _UNIT_STRIPS * GROUP_BYTES
+_SUM_BYTES: Final = (16 * _UNIT_STRIPS + 4) * 4
+_CHUNK_BYTES: Final = PLACES * 160
+_GATHERINGS: Final = 8
+_AHEAD_BYTES: Final = 176
 _RESERVED_SHARED: Final = 1024
 _ENTRY_BYTES: Final = 16
-_AHEAD_BYTES: Final = 40
 _WORD_BYTES: Final = 8
+_DEEPEST: Final = 6
+"""Slots of a ring: `kQueue` of the device code less two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,12 @@ class Card:
     shared_per_block: int
     shared_per_multiprocessor: int
 
+    @property
+    def most_warps(self) -> int:
+        """Of a block of the stages' kernels."""
+        big = self.capability in ((9, 0), (10, 0), (10, 3))
+        return MOST_WARPS if big else FEWER_WARPS
+
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
@@ -62,17 +74,15 @@ class StagePlan:
     Attributes:
         warps: of a block.
         blocks: of the grid.
-        unit_pairs: pairs of strips that a block finishes together.
         depth: ring slots of a warp.
-        sum_buffers: 2 lets a block go on reading while the last unit's sums are finished.
+        sum_columns: columns of one segment's sums that a block has room for.
         shared_bytes: dynamic shared memory of a block.
     """
 
     warps: int
     blocks: int
-    unit_pairs: int
     depth: int
-    sum_buffers: int
+    sum_columns: int
     shared_bytes: int
 
 
@@ -81,20 +91,18 @@ class Tuning:
     """Choices that change speed and no bit.
 
     Attributes:
-        warps: of a multiprocessor, that the plan makes room for. The dot is bound by its latency:
-            the more, the better; the kernels' registers allow 24 on cards with fast memory.
-        deepest: most ring slots of a warp. Two already keep about 70 KB of a multiprocessor in
-            flight with 24 warps.
-        sum_buffers: most buffers of sums; with two, a block's warps go on to the next unit while
-            the sums of the last one are being finished.
-        spare_blocks: of a multiprocessor, left free for the next kernel to start in.
+        warps: of a block, at most.
+        resident: blocks of a multiprocessor.
+        deepest: most ring slots of a warp.
+        sum_tasks: room for the sums of so many tasks that have all the columns a task can have. A
+            warp that is early with its sums waits where there is no room.
         overlap: launches may start while their predecessor runs (sm_90 and later).
     """
 
-    warps: int = 24
+    warps: int = MOST_WARPS
+    resident: int = 1
     deepest: int = 3
-    sum_buffers: int = 2
-    spare_blocks: int = 0
+    sum_tasks: int = 2
     overlap: bool = True
 
 
@@ -109,72 +117,54 @@ class StageShape:
     """What one stage has to do in the largest step.
 
     Attributes:
-        pairs: of strips of an expert.
         blocks: KB of the matrix.
-        multiple: a unit has a multiple of so many pairs.
         experts: E.
         routings: (token, slot) of a step.
+        columns: of a task, at most.
     """
 
-    pairs: int
     blocks: int
-    multiple: int
     experts: int
     routings: int
+    columns: int
 
-    @property
-    def segments(self) -> int:
-        """Segments of K."""
-        return ceil_div(self.blocks, _SEGMENT_BLOCKS)
+    def sum_columns(self, tasks: int) -> int:
+        """Columns of sums of one segment, for so many tasks."""
+        return tasks * ceil_div(self.blocks, _SEGMENT_BLOCKS) * self.columns
 
-    def shared_bytes(self, *, warps: int, unit_pairs: int, depth: int, sum_buffers: int) -> int:
+    def shared_bytes(self, *, warps: int, depth: int, sum_tasks: int) -> int:
         """Shared memory of a block: `part_shared_memory` of the device code in numbers."""
+        of_warp = depth * (_SLOT_BYTES + _WORD_BYTES) + 2 * _CHUNK_BYTES + _AHEAD_BYTES + 4
         return (
-            warps * depth * (_SLOT_BYTES + _WORD_BYTES)
-            + sum_buffers * unit_pairs * self.segments * _ITEM_SUM_BYTES
+            warps * of_warp
+            + self.sum_columns(sum_tasks) * _SUM_BYTES
             + min(self.routings, self.experts) * _ENTRY_BYTES
-            + warps * (_AHEAD_BYTES + _WORD_BYTES)
+            + 2 * _GATHERINGS * _WORD_BYTES
+            + 4
             + self.experts * 4
             + self.routings * 4
         )
 
-    def unit(self) -> tuple[int, int]:
-        """(unit_pairs, warps): the smallest unit that keeps enough warps busy."""
-        for factor in (1, 2, 4):
-            unit_pairs = factor * self.multiple
-            items = unit_pairs * self.segments
-
-            def busy(warps: int, items: int = items) -> tuple[float, int]:
-                return items / ceil_div(items, warps), -warps
-
-            warps = max(range(4, MOST_WARPS + 1), key=busy)
-            if busy(warps)[0] >= _BUSY_WARPS or 2 * unit_pairs > self.pairs:
-                break
-        return unit_pairs, warps
-
 
 def plan_stage(shape: StageShape, card: Card, tuning: Tuning) -> StagePlan:
-    """The first that fits: many resident blocks, then two buffers of sums, then deep rings.
+    """The first that fits: many warps, then room for sums, then deep rings.
 
     Raises:
         KernelError: nothing fits.
     """
-    unit_pairs, warps = shape.unit()
-    residents = range(max(tuning.warps // warps, 1), 0, -1)
-    depths = range(tuning.deepest, 1, -1)
-    buffers = range(tuning.sum_buffers, 0, -1)
-    for resident, sum_buffers, depth in itertools.product(residents, buffers, depths):
-        share = card.shared_per_multiprocessor // resident - _RESERVED_SHARED
-        size = shape.shared_bytes(
-            warps=warps, unit_pairs=unit_pairs, depth=depth, sum_buffers=sum_buffers
-        )
-        if size <= min(card.shared_per_block, share):
+    share = min(card.shared_per_block, card.shared_per_multiprocessor // tuning.resident)
+    for warps, sum_tasks, depth in itertools.product(
+        range(min(tuning.warps, card.most_warps), 0, -1),
+        range(tuning.sum_tasks, 0, -1),
+        range(min(tuning.deepest, _DEEPEST), 1, -1),
+    ):
+        size = shape.shared_bytes(warps=warps, depth=depth, sum_tasks=sum_tasks)
+        if size <= share - _RESERVED_SHARED:
             return StagePlan(
                 warps=warps,
-                blocks=max(resident - tuning.spare_blocks, 1) * card.multiprocessors,
-                unit_pairs=unit_pairs,
+                blocks=tuning.resident * card.multiprocessors,
                 depth=depth,
-                sum_buffers=sum_buffers,
+                sum_columns=shape.sum_columns(sum_tasks),
                 shared_bytes=size,
             )
     raise KernelError(
@@ -220,26 +210,19 @@ def plan_layer(
             hint=f"a step on the card has 1..{MOST_ROUTINGS} routings; split longer calls",
         )
     hidden_blocks, intermediate_blocks = spec.hidden // 32, spec.intermediate // 32
-    shapes = {
-        "gate_up": StageShape(
-            pairs=spec.intermediate // STRIP_ROWS,
-            blocks=hidden_blocks,
-            multiple=2,
+    shapes = [
+        StageShape(
+            blocks=blocks,
             experts=spec.experts,
             routings=routings,
-        ),
-        "down": StageShape(
-            pairs=spec.hidden // (2 * STRIP_ROWS),
-            blocks=intermediate_blocks,
-            multiple=1,
-            experts=spec.experts,
-            routings=routings,
-        ),
-    }
+            columns=PLACES // (spec.act // 8),
+        )
+        for blocks in (hidden_blocks, intermediate_blocks)
+    ]
     return LayerPlan(
         max_tokens=max_tokens,
-        gate_up=plan_stage(shapes["gate_up"], card, tuning),
-        down=plan_stage(shapes["down"], card, tuning),
+        gate_up=plan_stage(shapes[0], card, tuning),
+        down=plan_stage(shapes[1], card, tuning),
         token_row_bytes=quantised_row_bytes(hidden_blocks, spec.act),
         routing_row_bytes=quantised_row_bytes(intermediate_blocks, spec.act),
         overlap=tuning.overlap and card.capability >= (9, 0),

@@ -1,85 +1,103 @@
-// The dot of a pair of strips with up to 8 columns, in form T without conversion (docs/numerics.md,
-// section 3). Fragments of mma.m16n8k32: lane = 4 * g + t holds rows g and g + 8 of A, column g of
-// B, and of the result rows g, g + 8 in columns 2t, 2t + 1.
+// The dot of a unit's four strips with a few columns, in form T without conversion
+// (docs/numerics.md, section 3). Fragments of mma.m16n8k32: lane = 4 * g + t holds rows g and g +
+// 8 of A, column g of B, and of the result rows g, g + 8 in columns 2t, 2t + 1.
+//
+// Decode has few columns, an MMA has eight. So strips share an accumulator: each strip's
+// activations stand in columns of their own, the others being zero there, and the MMAs of the
+// strips add up to the results of all, one strip after the other along the columns. Each result is
+// needed: no lane scales or adds in vain.
 #pragma once
 #include "stream.cuh"
 
-constexpr u32 kSumStride = 20;                         // rows of a column, padded against conflicts
-constexpr u32 kStripSums = kColumns * kSumStride;
-constexpr u32 kItemSums = 2 * kStripSums;              // floats of one item: a pair, one segment
+constexpr u32 kPlaces = 8;                    // columns of an MMA
+constexpr u32 kSumStride = 16 * kStrips + 4;  // rows of a column, padded against conflicts
 
-// What this lane reads of its columns, as offsets into `in`: the bytes of one column (from the lane's
-// own k on), and the constants of two. A pass of up to four columns is *narrow*: column j is column
-// 2j of the MMA, so that only the even half of the results, and one column's constants, matter to a
-// lane. Where there are fewer columns than places, the first one is read again, and the results are
-// not stored.
-struct Columns {
-  u32 bytes;
-  u32 constants[2];
-  u32 count;
+// How up to `columns` columns of activations lie in an accumulator. A *place* is a slice of a
+// column.
+template <class Act, int columns>
+struct Form {
+  static constexpr u32 slices = Act::slices;
+  static constexpr u32 places = columns * slices < 2 ? 2 : columns * slices;
+  static constexpr u32 shared = kPlaces / places;             // strips of an accumulator
+  static constexpr u32 accumulators = kStrips / shared;
+  static constexpr u32 each = slices == 1 && columns > 1 ? 2 : 1;  // columns of a lane's results
+  // The column of a lane's first results, and its strip among those of an accumulator.
+  MOET_DEVICE u32 column(u32 t) { return 2 * t % places / slices; }
+  MOET_DEVICE u32 strip(u32 t) { return 2 * t / places; }
 };
 
-constexpr u32 kNarrow = kColumns / 2;
-
+// A warp's activations in shared memory: a *chunk* is as many groups of `columns` rows as there is
+// room for, [column][group].
 template <class Act>
-MOET_DEVICE Columns find_columns(const Stage& s, const Task& task) {
-  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const u32 packed = s.routing.entries[task.entry].columns;
-  const u32 count = (packed & 0xFFFF) - task.pass * kColumns;
-  const u32* columns = s.routing.columns + (packed >> 16) + task.pass * kColumns;
-  const auto row = [&](u32 column) {
-    return (columns[column < count ? column : 0] >> 16) * QuantisedRow<Act>::bytes(s.groups);
-  };
-  const u32 constants = QuantisedRow<Act>::constants(s.groups, 0);
-  if (count <= kNarrow) return {row(g >> 1) + 16 * t, {row(t) + constants, 0}, count};
-  return {row(g) + 16 * t, {row(2 * t) + constants, row(2 * t + 1) + constants}, count};
+MOET_DEVICE constexpr u32 chunk_groups(u32 columns) {
+  return columns < 2 ? kSegmentGroups : kPlaces / (columns * Act::slices);
 }
 
-// Addresses of the group in work.
-template <bool wide>
+constexpr u32 kChunkBytes = kPlaces * QuantisedRow<MxInt8>::group_bytes;
+
+// All lanes: what they have fetched is there.
+MOET_DEVICE void wait_for_chunk() {
+  wait_for_pieces();
+  __syncwarp();
+}
+
+// Where this lane reads in a chunk: the bytes of its place, from its own k on, and the constants
+// of the columns that its results are in. Places past the last column read what was there before;
+// their results are not stored.
+template <class Act, int columns>
 struct Reader {
   const u8* bytes;
-  const u8* constants[wide ? 2 : 1];
-
-  template <class Act>
-  MOET_DEVICE Reader start(const Stage& s, const Columns& c, u32 group) {
-    Reader r;
-    r.bytes = s.p.in + c.bytes + group * QuantisedRow<Act>::group_bytes;
-    for (int i = 0; i < (wide ? 2 : 1); ++i)
-      r.constants[i] = s.p.in + c.constants[i] + group * QuantisedRow<Act>::group_constants;
-    return r;
-  }
+  const u8* constants[Form<Act, columns>::each];
 };
 
-template <class Act, bool wide>
-MOET_DEVICE void next_group(Reader<wide>& r) {
-  r.bytes += QuantisedRow<Act>::group_bytes;
-  for (auto& constants : r.constants) constants += QuantisedRow<Act>::group_constants;
+template <class Act, int columns>
+MOET_DEVICE Reader<Act, columns> start_reader(const u8* chunk) {
+  using F = Form<Act, columns>;
+  using Row = QuantisedRow<Act>;
+  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const auto row = [&](u32 column) {
+    return chunk + (column < columns ? column : 0) * chunk_groups<Act>(columns) * Row::group_bytes;
+  };
+  const u32 place = g % F::places;
+  Reader<Act, columns> r;
+  r.bytes = row(place / F::slices) + place % F::slices * Row::slice_bytes + 16 * t;
+  for (u32 i = 0; i < F::each; ++i) r.constants[i] = row(F::column(t) + i) + Row::constants_at;
+  return r;
 }
 
-// What one 16-byte load of each kind gives this lane: two neighbouring blocks in MXINT8, one in
-// MXINT16.
-template <bool wide>
-struct Activations {
-  uint4 bytes;
-  uint4 constants[wide ? 2 : 1];  // [column]
+// B operands of two neighbouring blocks: of each strip that shares an accumulator, zero where the
+// lane's column is another strip's. Those zeros stay; only a lane's own strip is loaded anew.
+template <class F>
+struct Operands {
+  uint4 of[F::shared];
 };
 
-MOET_DEVICE uint4 load(const u8* p) { return *reinterpret_cast<const uint4*>(p); }
-
-template <class Act, bool wide>
-MOET_DEVICE Activations<wide> load_activations(const Reader<wide>& r, u32 block) {
-  Activations<wide> a;
-  a.bytes = load(r.bytes + block * Act::slices / 2 * 64);
-  for (int i = 0; i < (wide ? 2 : 1); ++i)
-    a.constants[i] = load(r.constants[i] + block * QuantisedRow<Act>::block_constants);
-  return a;
+template <class F>
+MOET_DEVICE void load_operands(Operands<F>& x, const u8* bytes) {
+  const u32 strip = (threadIdx.x & 31) / 4 / F::places;
+#pragma unroll
+  for (u32 s = 0; s < F::shared; ++s) load_if(x.of[s], strip == s, bytes);
 }
 
-// Codes as signed bytes, in two tiles whose sum is w2: each look-up gives the bytes of one sign, and
-// of the other sign the top bit of the looked-up byte eight times. So codes above zero are
-// (w2 + 1) + (-1), codes below zero 0 + w2, and zeros 0 + 0: six operations for eight weights, and
-// the integer MMA adds.
+// {sx, c, ...} of both blocks.
+template <class F>
+struct Constants {
+  uint4 of[F::each][F::slices];
+};
+
+template <class F, class Act, int columns>
+MOET_DEVICE Constants<F> load_constants(const Reader<Act, columns>& r, u32 at) {
+  Constants<F> c;
+  for (u32 i = 0; i < F::each; ++i)
+    for (u32 s = 0; s < F::slices; ++s)
+      c.of[i][s] = *reinterpret_cast<const uint4*>(r.constants[i] + at + 16 * s);
+  return c;
+}
+
+// Codes as signed bytes, in two tiles whose sum is w2: each look-up gives the bytes of one sign,
+// and of the other sign the top bit of the looked-up byte eight times. So codes above zero are (w2
+// + 1) + (-1), codes below zero 0 + w2, and zeros 0 + 0: six operations for eight weights, and the
+// integer MMA adds.
 struct Weights {
   u32 above[4], below[4];
 };
@@ -92,133 +110,166 @@ MOET_DEVICE void decode(u32 codes, u32 (&above)[4], u32 (&below)[4], int row) {
   below[row + 2] = permute(0xFDFEFF00, 0xF4F8FAFC, flipped >> 16);
 }
 
-// The bits of kMagic + d for this lane's four results.
-MOET_DEVICE void dot(const Weights& w, u32 b0, u32 b1, int (&d)[4]) {
-  for (int& x : d) x = kMagicBits;
-  mma(d, w.above, b0, b1);
-  mma(d, w.below, b0, b1);
+MOET_DEVICE Weights load_weights(const u8* tile) {
+  const uint2 codes = *reinterpret_cast<const uint2*>(tile);
+  Weights w;
+  decode(codes.x, w.above, w.below, 0);
+  decode(codes.y, w.above, w.below, 1);
+  return w;
 }
 
-// d * scale, exactly.
+// d * scale, exactly: d is the bits of kMagic + the integer, `constant` takes kMagic away.
 MOET_DEVICE float product(int d, u32 scale, u32 constant) {
   return __fmaf_rn(__int_as_float(d), __uint_as_float(scale), __uint_as_float(constant));
 }
 
-// t = d * sx of a tile of MXINT8; the activations' first or second block. Result i is in row
-// g + 8 * (i / 2), column 2t + i % 2; narrow passes have even i only.
-template <bool wide>
-MOET_DEVICE void tile_products(MxInt8, const Weights& w, const Activations<wide>& x, bool second,
-                               float (&t)[4]) {
-  int d[4];
-  dot(w, second ? x.bytes.z : x.bytes.x, second ? x.bytes.w : x.bytes.y, d);
-  for (int i = 0; i < 4; i += wide ? 1 : 2) {
-    const uint4 c = x.constants[i & 1];
-    t[i] = product(d[i], second ? c.z : c.x, second ? c.w : c.y);
-  }
+// t = d * sx of column i of one of a lane's rows.
+template <class F>
+MOET_DEVICE float scaled(MxInt8, const Constants<F>& c, u32 i, bool second, const int* d) {
+  const uint4 k = c.of[i][0];
+  return product(d[i], second ? k.z : k.x, second ? k.w : k.y);
 }
 
-// The same of MXINT16. The high slice's constant takes the low one's along: it leaves
-// (256 * d_hi - M) * sx, and the low slice's M * sx makes up for it; both are exact.
-template <bool wide>
-MOET_DEVICE void tile_products(MxInt16, const Weights& w, const Activations<wide>& x, bool,
-                               float (&t)[4]) {
-  int high[4], low[4];
-  dot(w, x.bytes.x, x.bytes.y, high);
-  dot(w, x.bytes.z, x.bytes.w, low);
-  for (int i = 0; i < 4; i += wide ? 1 : 2) {
-    const uint4 c = x.constants[i & 1];
-    t[i] = __fmaf_rn(__int_as_float(low[i]), __uint_as_float(c.x), product(high[i], c.y, c.z));
-  }
+// The high slice's constant takes the low one's along: it leaves (256 * d_hi - M) * sx, and the
+// low slice's M * sx makes up for it; both are exact.
+template <class F>
+MOET_DEVICE float scaled(MxInt16, const Constants<F>& c, u32, bool second, const int* d) {
+  const uint4 k = second ? c.of[0][1] : c.of[0][0];
+  return __fmaf_rn(__int_as_float(d[1]), __uint_as_float(k.x), product(d[0], k.y, k.z));
 }
 
-// One block of one strip: acc = fma(t, sw, acc).
-template <class Act, bool wide>
-MOET_DEVICE void add_block(const u8* group, u32 block, const Activations<wide>& x, bool second,
-                           float (&acc)[4]) {
-  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const uint2 codes =
-      *reinterpret_cast<const uint2*>(group + block * kTileBytes + t * 64 + g * 8);
-  const u8* scales = group + kScalesAt + block * 16 + 2 * g;
-  const float sw[2] = {__uint_as_float(static_cast<u32>(scales[0]) << 23),
-                       __uint_as_float(static_cast<u32>(scales[1]) << 23)};
-  Weights w;
-  decode(codes.x, w.above, w.below, 0);
-  decode(codes.y, w.above, w.below, 1);
-  float products[4];
-  tile_products(Act{}, w, x, second, products);
-  for (int i = 0; i < 4; i += wide ? 1 : 2) acc[i] = __fmaf_rn(products[i], sw[i >> 1], acc[i]);
-}
+// Sums so far: of each accumulator, rows g and g + 8.
+template <class F>
+struct Sums {
+  float of[F::accumulators][2][F::each];
+};
 
-// `count` blocks of the group from `block` on, in both strips; one load of activations serves them.
-template <class Act, bool wide, int count>
-MOET_DEVICE void add_blocks(const Reader<wide>& r, const u8* group, u32 block,
-                            float (&acc)[2][4]) {
-  const auto x = load_activations<Act>(r, block);
+// Two blocks of all strips, or the first of them. `tiles` and `scales` are this lane's.
+template <class F, class Act>
+MOET_DEVICE void add_blocks(const u8* tiles, const u8* scales, const Operands<F>& x,
+                            const Constants<F>& c, bool both, Sums<F>& sums) {
 #pragma unroll
-  for (int i = 0; i < count; ++i) {
-    add_block<Act>(group, block + i, x, i == 1, acc[0]);
-    add_block<Act>(group + kSlotGroups * kGroupBytes, block + i, x, i == 1, acc[1]);
+  for (u32 e = 0; e < F::accumulators; ++e) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      int d[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
+#pragma unroll
+      for (u32 s = 0; s < F::shared; ++s) {
+        const Weights w = load_weights(tiles + (e * F::shared + s) * kGroupBytes + i * kTileBytes);
+        const uint4 b = x.of[s];
+        mma(d, w.above, i ? b.z : b.x, i ? b.w : b.y);
+        mma(d, w.below, i ? b.z : b.x, i ? b.w : b.y);
+      }
+      for (u32 row = 0; row < 2; ++row) {
+        const u32 scale = scales[e * F::shared * kGroupBytes + i * 16 + row];
+        const float sw = __uint_as_float(scale << 23);
+        for (u32 j = 0; j < F::each; ++j) {
+          float& sum = sums.of[e][row][j];
+          const float more = __fmaf_rn(scaled<F>(Act{}, c, j, i == 1, d + 2 * row), sw, sum);
+          // Padding blocks of a last group are never added: 0 added to -0 is a change.
+          if (i == 0 || both) sum = more;
+        }
+      }
+    }
   }
 }
 
-// The first `blocks` blocks of a group, usually all. Padding blocks of a last group are loaded but
-// never added: 0 added to -0 is a change.
-template <class Act, bool wide>
-MOET_DEVICE void add_group(const Reader<wide>& r, const u8* group, u32 blocks,
-                           float (&acc)[2][4]) {
-  constexpr int span = 2 / Act::slices;
-  if (blocks >= kGroupBlocks) {
-#pragma unroll 1
-    for (u32 b = 0; b < kGroupBlocks; b += span) add_blocks<Act, wide, span>(r, group, b, acc);
-    return;
-  }
-  u32 b = 0;
-#pragma unroll 1
-  for (; b + span <= blocks; b += span) add_blocks<Act, wide, span>(r, group, b, acc);
-  if (b < blocks) add_blocks<Act, wide, 1>(r, group, b, acc);
+template <class F>
+MOET_DEVICE void store_sums(const Sums<F>& sums, u32 count, float* to) {
+  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (u32 e = 0; e < F::accumulators; ++e)
+    for (u32 j = 0; j < F::each; ++j) {
+      const u32 column = F::column(t) + j, strip = e * F::shared + F::strip(t);
+      if (column >= count) continue;
+      for (u32 row = 0; row < 2; ++row)
+        to[column * kSumStride + strip * 16 + 8 * row + g] = sums.of[e][row][j];
+    }
 }
 
-// The sums of one item: one segment of a pair of strips.
-template <class Act, bool wide>
-MOET_DEVICE void dot_item_of(const Stage& s, const Columns& columns, Ring& ring, u32 segment,
-                             float* sums) {
-  auto reader =
-      Reader<wide>::template start<Act>(s, columns, segment * (kSegmentBlocks / kGroupBlocks));
-  u32 blocks = s.p.blocks - segment * kSegmentBlocks;
+// An item with what belongs to it.
+struct Work {
+  Item item;
+  const u32* columns;  // row of `in` << 16 | routing
+  u32 count;           // of columns; 0: there is no item
+};
+
+MOET_DEVICE Work work_of(const Stage& s, const Item& item) {
+  if (item.entry == kNoEntry) return {item, nullptr, 0};
+  const u32 packed = s.routing.entries[item.entry].columns;
+  const u32 done = item.pass * s.most_columns, left = (packed & 0xFFFF) - done;
+  return {item, s.routing.columns + (packed >> 16) + done,
+          left < s.most_columns ? left : s.most_columns};
+}
+
+// The columns that the dot makes room for.
+template <class Act>
+MOET_DEVICE u32 form_of(u32 count) {
+  if (Act::slices == 2) return count == 1 ? 1 : 4;
+  return count <= 2 ? count : count <= 4 ? 4 : 8;
+}
+
+// All lanes: starts fetching a chunk of an item, from `group` on.
+template <class Act>
+MOET_DEVICE void fetch(const Stage& s, const Work& w, u32 group, u8* chunk) {
+  using Row = QuantisedRow<Act>;
+  const u32 room = chunk_groups<Act>(form_of<Act>(w.count));
+  const u32 left = item_groups(s, w.item.segment) - group;
+  const u32 bytes = (left < room ? left : room) * Row::group_bytes;
+  const u8* in = s.p.in + (w.item.segment * kSegmentGroups + group) * Row::group_bytes;
+  __syncwarp();
+#pragma unroll 1
+  for (u32 j = 0; j < w.count; ++j, chunk += room * Row::group_bytes) {
+    const u8* row = in + (w.columns[j] >> 16) * Row::bytes(s.groups);
+#pragma unroll 1
+    for (u32 at = 16 * (threadIdx.x & 31); at < bytes; at += 512) copy_piece(chunk + at, row + at);
+  }
+}
+
+// One segment of a unit; the weights come through the ring, the activations chunk by chunk, the
+// first one being on its way. `before_last` is called before the last group, when the ring knows
+// what is next.
+template <class Act, int columns, class BeforeLast>
+MOET_DEVICE void dot_item(const Stage& s, const Work& w, Ring& ring, u8* chunk,
+                          Sums<Form<Act, columns>>& sums, const BeforeLast& before_last) {
+  using F = Form<Act, columns>;
+  using Row = QuantisedRow<Act>;
+  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const auto reader = start_reader<Act, columns>(chunk);
+  u32 blocks = s.p.blocks - w.item.segment * kSegmentBlocks;
   blocks = blocks < kSegmentBlocks ? blocks : kSegmentBlocks;
-  float acc[2][4] = {};
-  for (u32 left = item_groups(s, segment); left > 0;) {
-    const u8* group = wait_for_slot(ring);
-    const u32 groups = slot_groups(left);
-    left -= groups;
+  const u32 groups = item_groups(s, w.item.segment);
+  // Wider forms need the registers.
+  [[maybe_unused]] constexpr int kUnroll = F::places == 2 ? 2 : 1;
+  sums = {};
+  Operands<F> x = {};
 #pragma unroll 1
-    for (u32 i = 0; i < groups; ++i) {
-      add_group<Act>(reader, group, blocks, acc);
-      next_group<Act>(reader);
-      group += kGroupBytes;
-      blocks -= kGroupBlocks;
+  for (u32 group = 0; group < groups; ++group) {
+    const u32 place = group % chunk_groups<Act>(columns);
+    if (place == 0) {
+      if (group > 0) fetch<Act>(s, w, group, chunk);
+      wait_for_chunk();
+    }
+    if (group + 1 == groups) before_last();
+    const u8* slot = wait_for_slot(ring);
+    const u8* tiles = slot + t * 64 + g * 8;
+    const u8* scales = slot + F::strip(t) * kGroupBytes + kScalesAt + 2 * g;
+#pragma unroll kUnroll
+    for (u32 pair = 0; pair < 2; ++pair) {
+      if (4 * group + 2 * pair >= blocks) break;
+      load_operands(x, reader.bytes + place * Row::group_bytes + pair * Row::pair_bytes);
+      const auto constants =
+          load_constants<F>(reader, place * Row::group_bytes + pair * 2 * Row::block_constants);
+      add_blocks<F, Act>(tiles + pair * 2 * kTileBytes, scales + pair * 32, x, constants,
+                         4 * group + 2 * pair + 1 < blocks, sums);
     }
     release_slot(s, ring);
   }
-  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int i = 0; i < 8; i += wide ? 1 : 2) {
-    const u32 strip = i >> 2, column = wide ? 2 * t + (i & 1) : t, row = g + 8 * (i >> 1 & 1);
-    if (column < columns.count)
-      sums[strip * kStripSums + column * kSumStride + row] = acc[strip][i & 3];
-  }
-}
-
-template <class Act>
-MOET_DEVICE void dot_item(const Stage& s, const Columns& columns, Ring& ring, u32 segment,
-                          float* sums) {
-  if (columns.count <= kNarrow) dot_item_of<Act, false>(s, columns, ring, segment, sums);
-  else dot_item_of<Act, true>(s, columns, ring, segment, sums);
 }
 
 // tot of section 4: the segments' sums of one element, added in order.
-MOET_DEVICE float total(const Stage& s, const float* first) {
+MOET_DEVICE float total(const Stage& s, const float* first, u32 stride) {
   float tot = first[0];
-  for (u32 j = 1; j < s.segments; ++j) tot = __fadd_rn(tot, first[j * kItemSums]);
+  for (u32 j = 1; j < s.segments; ++j) tot = __fadd_rn(tot, first[j * stride]);
   return tot;
 }

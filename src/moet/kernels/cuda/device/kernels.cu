@@ -6,225 +6,170 @@
 // Each may start while its predecessor runs: what it reads before `wait_for_earlier_kernels` is
 // older than the first of them (ids, table, weights). Bits: docs/numerics.md.
 #include "combine.cuh"
-#include "dot.cuh"
+#include "finish.cuh"
 #include "mail.cuh"
+#include "quantise.cuh"
 
-// --- quantise: one thread a run of 8 elements, four to a block of 32
-
-template <class Act>
-MOET_DEVICE void quantise_piece(const QuantiseParams& p, const float (&x)[8], u8* row, u32 block,
-                                u32 t) {
-  using Row = QuantisedRow<Act>;
-  u32 largest = 0;
-  for (int i = 0; i < 8; ++i) {
-    const u32 magnitude = __float_as_uint(x[i]) & 0x7FFFFFFF;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  for (int step = 1; step < 4; step *= 2) {
-    const u32 other = __shfl_xor_sync(0xFFFFFFFF, largest, step);
-    largest = other > largest ? other : largest;
-  }
-  const u32 be = block_exponent<Act>(largest);
-  u32 bytes[2][2] = {};  // [low, high][dword]
-  for (int i = 0; i < 8; ++i) {
-    const int q = quantised<Act>(x[i], be);
-    const int high = Act::slices == 2 ? high_slice(q) : 0;
-    const int low = q - 256 * high;
-    bytes[0][i / 4] |= (low & 0xFFu) << 8 * (i % 4);
-    bytes[1][i / 4] |= (high & 0xFFu) << 8 * (i % 4);
-  }
-  // Whole warps take part in the exchange above; lanes past the last group store nothing.
-  if (block >= p.groups * kGroupBlocks) return;
-  u8* at = row + block / kGroupBlocks * Row::group_bytes + Row::element(block % kGroupBlocks, 8 * t);
-  if (Act::slices == 1)
-    *reinterpret_cast<uint2*>(at) = {bytes[0][0], bytes[0][1]};
-  else
-    *reinterpret_cast<uint4*>(at) = {bytes[1][0], bytes[1][1], bytes[0][0], bytes[0][1]};
-  if (t == 0) Row::store_constants(row, p.groups, block, block_scale<Act>(be));
-}
-
-// Grid: (ceil(16 * groups / 128), T).
-MOET_KERNEL(128, 8) moet_quantise(const __grid_constant__ QuantiseParams p) {
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
-  const u32 piece = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
-  const u32 block = piece / 4, t = piece % 4;
-  float x[8];
-  for (u32 i = 0; i < 8; ++i) {
-    const u32 k = 8 * piece + i;
-    x[i] = k < p.hidden ? widened(p.x, p.x_type, static_cast<u64>(token) * p.hidden + k) : 0.0f;
-  }
-  const u32 bytes = p.act == 8 ? QuantisedRow<MxInt8>::bytes(p.groups)
-                               : QuantisedRow<MxInt16>::bytes(p.groups);
-  u8* row = p.rows + static_cast<u64>(token) * bytes;
-  if (p.act == 8) quantise_piece<MxInt8>(p, x, row, block, t);
-  else quantise_piece<MxInt16>(p, x, row, block, t);
-}
-
-// --- the two matrix stages
-
-// Gate, up and the gate function for 32 rows of one column, one a lane; then h, requantised.
-struct GateUp {
-  MOET_DEVICE u32 chunks(u32 pairs) { return pairs / 2; }
-
-  template <class Act>
-  MOET_DEVICE void finish(const Stage& s, const Task& task, u32 chunk, u32 column, u32 routing,
-                          const float* sums) {
-    using Row = QuantisedRow<Act>;
-    const u32 lane = threadIdx.x & 31;
-    const u32 pair = 2 * chunk + (lane >> 4);
-    const float* first = sums + pair * s.segments * kItemSums + column * kSumStride + (lane & 15);
-    float g = total(s, first), u = total(s, first + kStripSums);
-    const u32 block = (task.unit * s.p.unit_pairs) / 2 + chunk;
-    if (s.p.bias) {
-      const u8* record = reinterpret_cast<const u8*>(s.routing.entries[task.entry].record);
-      const u32 at = sizeof(float) * (32 * block + lane);
-      g = __fadd_rn(g, *reinterpret_cast<const float*>(record + s.p.bias + at));
-      u = __fadd_rn(u, *reinterpret_cast<const float*>(record + s.p.second_bias + at));
-    }
-    const float h = gated(s.p.gate, s.p.limit, g, u);
-
-    const u32 be =
-        block_exponent<Act>(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(h) & 0x7FFFFFFF));
-    const int q = quantised<Act>(h, be);
-    u8* row = static_cast<u8*>(s.p.out) + static_cast<u64>(routing) * Row::bytes(s.p.out_size);
-    u8* at = row + block / kGroupBlocks * Row::group_bytes + Row::element(block % kGroupBlocks, lane);
-    if (Act::slices == 1) {
-      at[0] = static_cast<u8>(q);
-    } else {
-      const int high = high_slice(q);
-      at[0] = static_cast<u8>(high);
-      at[8] = static_cast<u8>(q - 256 * high);
-    }
-    if (lane == 0) Row::store_constants(row, s.p.out_size, block, block_scale<Act>(be));
-  }
+// The room for the sums of one task, where the block's warps leave them; the warp that comes last
+// finishes the task.
+struct Gathering {
+  u64 arrived;   // a barrier; its phase is the items of a task
+  u32 finished;  // tasks, in this room
+  u32 unused;
 };
 
-// 32 rows of down of one column, one a lane.
-struct Down {
-  MOET_DEVICE u32 chunks(u32 pairs) { return pairs; }
-
-  template <class Act>
-  MOET_DEVICE void finish(const Stage& s, const Task& task, u32 chunk, u32 column, u32 routing,
-                          const float* sums) {
-    const u32 lane = threadIdx.x & 31;
-    float v = total(s, sums + chunk * s.segments * kItemSums + (lane >> 4) * kStripSums +
-                           column * kSumStride + (lane & 15));
-    const u32 row = 32 * (task.unit * s.p.unit_pairs + chunk) + lane;
-    if (s.p.bias) {
-      const u8* record = reinterpret_cast<const u8*>(s.routing.entries[task.entry].record);
-      v = __fadd_rn(v, reinterpret_cast<const float*>(record + s.p.bias)[row]);
-    }
-    if (Act::rows_bf16) v = __uint_as_float(static_cast<u32>(to_bf16(v)) << 16);
-    static_cast<float*>(s.p.out)[static_cast<u64>(routing) * s.p.out_size + row] = v;
-  }
-};
+constexpr u32 kMostGatherings = 8;
 
 // The parts of shared memory; `plan.py` computes the same size.
 struct Parts {
   u8* slots;
   float* sums;
-  u32 sums_size;  // floats of one buffer
-  Ahead* ahead;   // of the warps' rings
+  u8* chunks;    // two of each warp
+  Ahead* ahead;  // of the warps' rings
   u64* barriers;
+  Gathering* gatherings;
   Routing routing;
 };
 
-MOET_DEVICE Parts part_shared_memory(const StageParams& p, u32 segments) {
+MOET_DEVICE Parts part_shared_memory(const StageParams& p) {
   const u32 warps = blockDim.x >> 5;
   const u32 most = p.routings < p.experts ? p.routings : p.experts;
   Parts parts;
   parts.slots = shared_memory();
   parts.sums = reinterpret_cast<float*>(parts.slots + warps * p.depth * kSlotBytes);
-  parts.sums_size = p.unit_pairs * segments * kItemSums;
-  Routing& r = parts.routing;
-  r.entries = reinterpret_cast<Entry*>(parts.sums + p.sum_buffers * parts.sums_size);
-  parts.ahead = reinterpret_cast<Ahead*>(r.entries + most);
+  parts.chunks = reinterpret_cast<u8*>(parts.sums + p.sum_columns * kSumStride);
+  parts.ahead = reinterpret_cast<Ahead*>(parts.chunks + warps * 2 * kChunkBytes);
   parts.barriers = reinterpret_cast<u64*>(parts.ahead + warps);
-  r.warp_totals = parts.barriers + warps * p.depth;
-  r.counts = reinterpret_cast<u32*>(r.warp_totals + warps);
+  parts.gatherings = reinterpret_cast<Gathering*>(parts.barriers + warps * p.depth);
+  Routing& r = parts.routing;
+  r.entries = reinterpret_cast<Entry*>(parts.gatherings + kMostGatherings);
+  r.most = reinterpret_cast<u32*>(r.entries + most);
+  r.warp_totals = r.most + 1;
+  r.counts = r.warp_totals + warps;
   r.columns = r.counts + p.experts;
   return parts;
 }
 
-template <class Act, class Kind>
-MOET_DEVICE void finish_task(const Stage& s, const Task& task, const float* sums) {
-  const u32 warps = blockDim.x >> 5;
-  const u32 packed = s.routing.entries[task.entry].columns;
-  const u32 left = (packed & 0xFFFF) - task.pass * kColumns;
-  const u32 columns = left < kColumns ? left : kColumns;
-  const u32* routings = s.routing.columns + (packed >> 16) + task.pass * kColumns;
-  const u32 jobs = Kind::chunks(pairs_of(s, task)) * columns;
-  for (u32 job = threadIdx.x >> 5; job < jobs; job += warps) {
-    const u32 chunk = job / columns, column = job - chunk * columns;
-    Kind::template finish<Act>(s, task, chunk, column, routings[column] & 0xFFFF, sums);
+MOET_DEVICE Ring ring_of(const Parts& parts, u32 depth) {
+  const u32 warp = threadIdx.x >> 5;
+  Ring ring;
+  ring.depth = depth;
+  ring.slots = parts.slots + warp * depth * kSlotBytes;
+  ring.ahead = parts.ahead + warp;
+  ring.barriers = parts.barriers + warp * depth;
+  if ((threadIdx.x & 31) == 0)
+    for (u32 i = 0; i < depth; ++i) barrier_init(ring.barriers + i);
+  barriers_ready();
+  return ring;
+}
+
+// All lanes: this item's sums are stored. True for the warp that finds all others there.
+MOET_DEVICE bool is_last(Gathering& gathering) {
+  __syncwarp();
+  u32 last = 0;
+  if ((threadIdx.x & 31) == 0) last = arrive(&gathering.arrived);
+  return __shfl_sync(0xFFFFFFFF, last, 0) != 0;
+}
+
+MOET_DEVICE void set_free(Gathering& gathering, u32 finished) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) publish(&gathering.finished, finished);
+}
+
+// How the room for sums is dealt out: each task has the columns of the expert that has most.
+struct Rooms {
+  u32 stride;  // floats of a segment
+  u32 task;    // floats of a task
+  u32 count;
+};
+
+MOET_DEVICE Rooms rooms_of(const Stage& s) {
+  const u32 most = *s.routing.most < s.most_columns ? *s.routing.most : s.most_columns;
+  const u32 count = most ? s.p.sum_columns / (s.segments * most) : 1;
+  const u32 stride = most * kSumStride;
+  return {stride, s.segments * stride, count < kMostGatherings ? count : kMostGatherings};
+}
+
+// One item, to its place in the sums, once the task that had this room before is finished.
+template <class Act, int columns, class BeforeLast>
+MOET_DEVICE void run_item(const Stage& s, const Work& w, Ring& ring, u8* chunk, const u32* finished,
+                          u32 rounds, float* to, const BeforeLast& before_last) {
+  Sums<Form<Act, columns>> sums;
+  dot_item<Act, columns>(s, w, ring, chunk, sums, before_last);
+  while (observe(finished) != rounds) {
   }
+  store_sums(sums, w.count, to);
 }
 
 template <class Act, class Kind>
 MOET_DEVICE void run_stage(const StageParams& p) {
-  const u32 warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  const u32 segments = (p.blocks + kSegmentBlocks - 1) / kSegmentBlocks;
+  const Parts parts = part_shared_memory(p);
+  u8* const chunks = parts.chunks + (threadIdx.x >> 5) * 2 * kChunkBytes;
+  Ring ring = ring_of(parts, p.depth);
   const u32 groups = (p.blocks + kGroupBlocks - 1) / kGroupBlocks;
-  const u32 units = (p.pairs + p.unit_pairs - 1) / p.unit_pairs;
-  const Parts parts = part_shared_memory(p, segments);
-  Ring ring;
-  ring.depth = p.depth;
-  ring.slots = parts.slots + warp * p.depth * kSlotBytes;
-  ring.ahead = parts.ahead + warp;
-  ring.barriers = parts.barriers + warp * p.depth;
-  if ((threadIdx.x & 31) == 0)
-    for (u32 i = 0; i < p.depth; ++i) barrier_init(ring.barriers + i);
-  barriers_ready();
-
-  const Totals totals = route(p, parts.routing, units);
-  const Stage s = {p,        parts.routing, totals.entries,           units,
-                   groups,   segments,      0xFFFF / segments + 1,    groups * kGroupBytes};
-  // This block's share; the first blocks take one more where it does not come out even.
-  const u32 share = totals.cost / gridDim.x, extra = totals.cost % gridDim.x;
-  const u32 begin = blockIdx.x * share + (blockIdx.x < extra ? blockIdx.x : extra);
-  const u32 size = share + (blockIdx.x < extra ? 1 : 0);
-  Task task = {0, 0, 0, 0};
-  u32 end = 0;
-  if (totals.entries) {
-    task = first_task(s, begin);
-    end = first_task(s, begin + size).cost;
+  const u32 segments = (p.blocks + kSegmentBlocks - 1) / kSegmentBlocks;
+  if (threadIdx.x < kMostGatherings) {
+    meeting_init(&parts.gatherings[threadIdx.x].arrived, segments);
+    parts.gatherings[threadIdx.x].finished = 0;
   }
-  start_ring(s, ring, task, end);
+  const Stage s = {p,
+                   parts.routing,
+                   kPlaces / Act::slices,
+                   groups,
+                   segments,
+                   groups * kGroupBytes,
+                   (p.pairs + 1) / 2,
+                   route(p, parts.routing)};
+  start_ring(s, ring);
+  const Rooms rooms = rooms_of(s);
   wait_for_earlier_kernels();
   let_next_kernel_start();
 
-  for (; task.cost < end; advance(s, task)) {
-    float* sums = parts.sums + (task.cost & (p.sum_buffers - 1)) * parts.sums_size;
-    const Columns columns = find_columns<Act>(s, task);
-    const u32 items = pairs_of(s, task) * segments;
-    for (u32 item = warp; item < items; item += warps)
-      dot_item<Act>(s, columns, ring, item - segments * pair_of(s, item), sums + item * kItemSums);
-    __syncthreads();
-    finish_task<Act, Kind>(s, task, sums);
-    // With two buffers, the barrier of the next task is what makes this one's buffer free.
-    if (p.sum_buffers == 1) __syncthreads();
+  Work next = work_of(s, ring.ahead->queue[0]);
+  if (next.count) fetch<Act>(s, next, 0, chunks);
+  for (u32 taken = 1; next.count; ++taken) {
+    const Work w = next;
+    u8* const chunk = chunks + (taken - 1) % 2 * kChunkBytes;
+    u8* const other = chunks + taken % 2 * kChunkBytes;
+    const auto look = [&] {
+      next = work_of(s, ring.ahead->queue[taken % kQueue]);
+      if (next.count) fetch<Act>(s, next, 0, other);
+    };
+    const u32 rounds = w.item.task / rooms.count, room = w.item.task - rounds * rooms.count;
+    float* const sums = parts.sums + room * rooms.task;
+    float* const to = sums + w.item.segment * rooms.stride;
+    Gathering& gathering = parts.gatherings[room];
+    const u32 form = form_of<Act>(w.count);
+    if (form == 1)
+      run_item<Act, 1>(s, w, ring, chunk, &gathering.finished, rounds, to, look);
+    else if (Act::slices == 1 && form == 2)
+      run_item<Act, 2>(s, w, ring, chunk, &gathering.finished, rounds, to, look);
+    else if (form == 4)
+      run_item<Act, 4>(s, w, ring, chunk, &gathering.finished, rounds, to, look);
+    else if constexpr (Act::slices == 1)
+      run_item<Act, 8>(s, w, ring, chunk, &gathering.finished, rounds, to, look);
+    if (!is_last(gathering)) continue;
+    Kind::template finish<Act>(s, w, {sums, rooms.stride});
+    set_free(gathering, rounds + 1);
   }
 }
 
-// Where memory is fast for its multiprocessors, 24 warps of 80 registers each hide the latency of
-// the dot; elsewhere 16 warps do.
-constexpr int kMostThreads = 256;
+// Where shared memory has room for no more than 12 warps' rings, their dot may have more registers.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
-constexpr int kResident = 3;
+constexpr int kMostThreads = 512;
 #else
-constexpr int kResident = 2;
+constexpr int kMostThreads = 384;
 #endif
 
-MOET_KERNEL(kMostThreads, kResident) moet_gate_up_8(const __grid_constant__ StageParams p) {
+MOET_KERNEL(kMostThreads, 1) moet_gate_up_8(const __grid_constant__ StageParams p) {
   run_stage<MxInt8, GateUp>(p);
 }
-MOET_KERNEL(kMostThreads, kResident) moet_gate_up_16(const __grid_constant__ StageParams p) {
+MOET_KERNEL(kMostThreads, 1) moet_gate_up_16(const __grid_constant__ StageParams p) {
   run_stage<MxInt16, GateUp>(p);
 }
-MOET_KERNEL(kMostThreads, kResident) moet_down_8(const __grid_constant__ StageParams p) {
+MOET_KERNEL(kMostThreads, 1) moet_down_8(const __grid_constant__ StageParams p) {
   run_stage<MxInt8, Down>(p);
 }
-MOET_KERNEL(kMostThreads, kResident) moet_down_16(const __grid_constant__ StageParams p) {
+MOET_KERNEL(kMostThreads, 1) moet_down_16(const __grid_constant__ StageParams p) {
   run_stage<MxInt16, Down>(p);
 }

@@ -1,46 +1,44 @@
-// Where things lie: the tiles of docs/format.md, quantised rows, and what a kernel is launched with.
-// The Params structs are mirrored field by field in params.py.
+// Where things lie: the tiles of docs/format.md, quantised rows, and what a kernel is launched
+// with. The Params structs are mirrored field by field in params.py.
 #pragma once
 #include "contract.cuh"
 
 constexpr u32 kTileBytes = 256;                          // one block of 16 rows
 constexpr u32 kScalesAt = kGroupBlocks * kTileBytes;     // in a group: behind its four tiles
 constexpr u32 kGroupBytes = kScalesAt + kGroupBlocks * 16;
-constexpr u32 kSlotGroups = 1;                           // groups of a strip in a ring slot
-constexpr u32 kSlotBytes = 2 * kSlotGroups * kGroupBytes;  // one strip's, then the other's
-constexpr u32 kColumns = 8;                              // tokens of one MMA
+constexpr u32 kStrips = 4;                               // of a unit
+constexpr u32 kSlotBytes = kStrips * kGroupBytes;        // a ring slot: one group of each strip
 
 // Entries of the expert table that are no addresses.
 constexpr u64 kElsewhere = 0;  // not computed here; somebody else writes its row
 constexpr u64 kForeign = 1;    // another rank's: its slots are skipped
 
-// A quantised row holds its bytes, then the constants of its blocks, in groups of four blocks.
-// MXINT8:  a group's bytes are [pair of blocks][k / 8][block of the pair][k % 8], so that lane t of
-//          a fragment reads 16 bytes for two blocks; a block's constants are {sx, c}.
-// MXINT16: [block][k / 8][high, low][k % 8]; constants {sx, c of low, 256 * sx, c of high}.
+// A quantised row, in groups of four blocks: the bytes of a group, then its blocks' constants.
+// Bytes are [pair of blocks][high, low slice][k / 8][block of the pair][k % 8], MXINT8 having one
+// slice: lane t of a fragment reads 16 bytes for two blocks. Constants of MXINT8 are {sx, c}, of
+// MXINT16 {sx, 256 * sx, c of both slices, 0}.
 template <class Act>
 struct QuantisedRow {
-  static constexpr u32 group_bytes = 128 * Act::slices;
   static constexpr u32 block_constants = 8 * Act::slices;
-  static constexpr u32 group_constants = kGroupBlocks * block_constants;
+  static constexpr u32 constants_at = 128 * Act::slices;  // in a group
+  static constexpr u32 group_bytes = constants_at + kGroupBlocks * block_constants;
+  static constexpr u32 pair_bytes = 64 * Act::slices;
+  static constexpr u32 slice_bytes = 64;
 
-  MOET_DEVICE u32 bytes(u32 groups) { return groups * (group_bytes + group_constants); }
-  MOET_DEVICE u32 constants(u32 groups, u32 block) {
-    return groups * group_bytes + block * block_constants;
-  }
-  MOET_DEVICE void store_constants(u8* row, u32 groups, u32 block, float sx) {
-    u8* at = row + constants(groups, block);
+  MOET_DEVICE u32 bytes(u32 groups) { return groups * group_bytes; }
+  MOET_DEVICE void store_constants(u8* row, u32 block, float sx) {
+    u8* at = row + block / kGroupBlocks * group_bytes + constants_at +
+             block % kGroupBlocks * block_constants;
     if (Act::slices == 1)
       *reinterpret_cast<float2*>(at) = {sx, __fmul_rn(-kMagic, sx)};
     else
       *reinterpret_cast<float4*>(at) = {sx, __fmul_rn(256.0f, sx), __fmul_rn(-257.0f * kMagic, sx),
                                         0.0f};
   }
-  // Of element k of a block; the low slice of MXINT16 lies 8 bytes on.
+  // Of element k of a block in the row, in the first slice; the other lies slice_bytes on.
   MOET_DEVICE u32 element(u32 block, u32 k) {
-    const u32 piece = (k >> 3) * 16 + (k & 7);
-    if (Act::slices == 2) return block * 64 + piece;
-    return (block >> 1) * 64 + (block & 1) * 8 + piece;
+    return block / kGroupBlocks * group_bytes + block % kGroupBlocks / 2 * pair_bytes +
+           (k >> 3) * 16 + (block & 1) * 8 + (k & 7);
   }
 };
 
@@ -54,8 +52,8 @@ struct QuantiseParams {
   u32 act;     // 8 or 16
 };
 
-// One matrix stage (gate and up, or down) over all experts. A pair is two neighbouring strips of the
-// record: gate and up of the same 16 rows, or 32 rows of down.
+// One matrix stage (gate and up, or down) over all experts. A pair is two neighbouring strips of
+// the record: gate and up of the same 16 rows, or 32 rows of down; a unit is two pairs.
 struct StageParams {
   const u64* table;  // [E] addresses of records, or kElsewhere, kForeign
   const int* ids;    // [T][K]
@@ -67,14 +65,13 @@ struct StageParams {
   u32 blocks;        // of K
   u32 section;       // offset of the first strip in the record
   u32 pairs;         // of an expert
-  u32 unit_pairs;    // pairs that a block of threads finishes together
   u32 out_size;      // of an output row: groups (gate and up), or H (down)
   u32 bias;          // offset of the first bias in the record, 0: none
   u32 second_bias;   // offset of the up bias
   u32 gate;          // Gate
   float limit;       // infinity: none
   u32 depth;         // slots of a warp's ring
-  u32 sum_buffers;   // 1 or 2
+  u32 sum_columns;   // columns of one segment's sums that a block has room for
 };
 
 struct CombineParams {

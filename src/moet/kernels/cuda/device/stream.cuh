@@ -1,72 +1,43 @@
 // A block's list of work, and the rings through which its warps read weights.
 //
-// A *task* is one unit of pairs of one expert, for up to 8 of the expert's columns; the passes over
-// further columns follow at once, so that they find the weights in the L2 cache. A task has one
-// *item* a pair and segment; items are dealt to the warps round robin. Each warp reads the groups of
-// its items through a ring of its own, which runs ahead across items and tasks: no barrier of the
-// block stops the reading.
+// A *unit* is four strips of one expert, a *task* one unit for as many of the expert's columns as
+// an MMA takes; the passes over further columns follow at once, so that they find the weights in
+// the L2 cache. Units are dealt to the blocks one by one. A task has one *item* a segment of K;
+// items are dealt to the warps one by one, over the bounds of tasks. Each warp reads its items
+// through a ring of its own, which runs ahead of the dot: no barrier stops the reading.
 #pragma once
 #include "routing.cuh"
+
+struct alignas(16) Item {
+  u32 entry;  // kNoEntry: there are no more items
+  u32 unit;
+  u32 task;  // number of the task in the block
+  u16 pass, segment;
+};
+
+constexpr u32 kNoEntry = ~0u;
+constexpr u32 kQueue = 8;  // items that a ring is ahead, at most: its slots and two more
+
+// Where a warp's reading is.
+struct Ahead {
+  Item item;
+  const u8* source;
+  u32 groups;
+  u32 runs;   // strips of the unit
+  u32 found;  // items so far
+  u32 unused[3];
+  Item queue[kQueue];
+};
 
 // What a block of threads knows about its stage.
 struct Stage {
   const StageParams& p;
   Routing routing;
-  u32 entries;      // experts with work
-  u32 units;        // of an expert
-  u32 groups;       // of K
-  u32 segments;     // of K
-  u32 inverse;      // of segments, times 2^16, rounded up
+  u32 most_columns;      // of a task, a power of two
+  u32 groups, segments;  // of K
   u32 strip_bytes;
-};
-
-struct Task {
-  u32 entry, unit, pass;
-  u32 cost;  // of all tasks before, over the whole stage
-};
-
-MOET_DEVICE u32 columns_of(const Stage& s, const Task& t) {
-  return s.routing.entries[t.entry].columns & 0xFFFF;
-}
-
-MOET_DEVICE u32 pairs_of(const Stage& s, const Task& t) {
-  const u32 left = s.p.pairs - t.unit * s.p.unit_pairs;
-  return left < s.p.unit_pairs ? left : s.p.unit_pairs;
-}
-
-// item / segments: exact, since items are fewer than 2^16 / segments.
-MOET_DEVICE u32 pair_of(const Stage& s, u32 item) { return item * s.inverse >> 16; }
-
-MOET_DEVICE void advance(const Stage& s, Task& t) {
-  ++t.cost;
-  if (++t.pass < passes_of(columns_of(s, t))) return;
-  t.pass = 0;
-  if (++t.unit < s.units) return;
-  t.unit = 0;
-  ++t.entry;
-}
-
-// The first task at `cost` or later that begins a unit: all passes of a unit stay in one block.
-MOET_DEVICE Task first_task(const Stage& s, u32 cost) {
-  const Entry* entries = s.routing.entries;
-  u32 entry = 0;
-  for (u32 end = s.entries; end - entry > 1;) {
-    const u32 middle = (entry + end) / 2;
-    (entries[middle].cost <= cost ? entry : end) = middle;
-  }
-  const u32 passes = passes_of(entries[entry].columns & 0xFFFF);
-  const u32 unit = (cost - entries[entry].cost + passes - 1) / passes;
-  const u32 at = entries[entry].cost + unit * passes;
-  return unit < s.units ? Task{entry, unit, 0, at} : Task{entry + 1, 0, 0, at};
-}
-
-// The item that a warp reads. In shared memory, so that the dot keeps its registers.
-struct Ahead {
-  const u8* source;
-  u32 groups;  // 0: nothing is left to read
-  u32 item;
-  Task task;
-  u32 end;          // cost
+  u32 units;             // of an expert
+  u32 entries;           // experts with work
 };
 
 // A warp's slots.
@@ -76,53 +47,75 @@ struct Ring {
   Ahead* ahead;
   const u8* source;  // what is read next
   u32 groups_left;   // of its item; 0: nothing is left to read
+  u32 runs;
   u32 depth;
   u32 slot, parity;  // of the next slot to be used
 };
 
+MOET_DEVICE u32 passes_of(const Stage& s, u32 entry) {
+  return ((s.routing.entries[entry].columns & 0xFFFF) + s.most_columns - 1) / s.most_columns;
+}
+
+// The item that is `place` items on from the first one of the task at hand, if the block has it.
+MOET_DEVICE Item find_item(const Stage& s, Item item, u32 place) {
+  while (item.entry < s.entries) {
+    if (place < s.segments) {
+      item.segment = place;
+      return item;
+    }
+    place -= s.segments;
+    ++item.task;
+    if (++item.pass < passes_of(s, item.entry)) continue;
+    item.pass = 0;
+    item.unit += gridDim.x;
+    item.entry += item.unit / s.units;
+    item.unit %= s.units;
+  }
+  item.entry = kNoEntry;
+  return item;
+}
+
+constexpr u32 kSegmentGroups = kSegmentBlocks / kGroupBlocks;
+
 MOET_DEVICE u32 item_groups(const Stage& s, u32 segment) {
-  const u32 left = s.groups - segment * (kSegmentBlocks / kGroupBlocks);
-  return left < kSegmentBlocks / kGroupBlocks ? left : kSegmentBlocks / kGroupBlocks;
+  const u32 left = s.groups - segment * kSegmentGroups;
+  return left < kSegmentGroups ? left : kSegmentGroups;
 }
 
-// Moves to the item at hand, past tasks that have none for this warp.
-MOET_DEVICE void find_item(const Stage& s, Ahead& a) {
-  while (a.task.cost < a.end && a.item >= pairs_of(s, a.task) * s.segments) {
-    advance(s, a.task);
-    a.item = threadIdx.x >> 5;
-  }
+// One lane: puts an item on the list of what the dot will find in the ring.
+MOET_DEVICE void announce(const Stage& s, Ahead& a, const Item& item) {
+  a.item = item;
+  a.queue[a.found++ % kQueue] = item;
   a.groups = 0;
-  if (a.task.cost >= a.end) return;
-  const u32 pair = pair_of(s, a.item), segment = a.item - pair * s.segments;
-  a.groups = item_groups(s, segment);
-  const u64 strip = 2 * static_cast<u64>(a.task.unit * s.p.unit_pairs + pair);
-  a.source = reinterpret_cast<const u8*>(s.routing.entries[a.task.entry].record) + s.p.section +
-             strip * s.strip_bytes + segment * (kSegmentBlocks / kGroupBlocks * kGroupBytes);
+  if (item.entry == kNoEntry) return;
+  a.groups = item_groups(s, item.segment);
+  a.runs = 2 * item.unit + 1 < s.p.pairs ? kStrips : kStrips / 2;
+  a.source = reinterpret_cast<const u8*>(s.routing.entries[item.entry].record) + s.p.section +
+             static_cast<u64>(kStrips * item.unit) * s.strip_bytes +
+             item.segment * (kSegmentGroups * kGroupBytes);
 }
 
-MOET_DEVICE u32 slot_groups(u32 left) { return left < kSlotGroups ? left : kSlotGroups; }
-
-// All lanes: the warp's next item, found by one of them.
-MOET_DEVICE void next_item(const Stage& s, Ring& r) {
-  if ((threadIdx.x & 31) == 0) {
-    r.ahead->item += blockDim.x >> 5;
-    find_item(s, *r.ahead);
-  }
+// All lanes: what is read next, after one of them has found it.
+MOET_DEVICE void look_ahead(Ring& r) {
   __syncwarp();
   r.source = r.ahead->source;
   r.groups_left = r.ahead->groups;
+  r.runs = r.ahead->runs;
   __syncwarp();
 }
 
-// Starts reading the next groups, if there are any, into the slot.
+// Starts reading the next group, if there is one, into the slot.
 MOET_DEVICE void read_ahead(const Stage& s, Ring& r, u32 slot) {
   if (r.groups_left == 0) return;
-  const u32 groups = slot_groups(r.groups_left), bytes = groups * kGroupBytes;
-  copy_pair(r.slots + slot * kSlotBytes, kSlotGroups * kGroupBytes, r.source, s.strip_bytes, bytes,
+  copy_runs(r.slots + slot * kSlotBytes, kGroupBytes, r.source, s.strip_bytes, kGroupBytes, r.runs,
             r.barriers + slot);
-  r.source += bytes;
-  r.groups_left -= groups;
-  if (r.groups_left == 0) next_item(s, r);
+  r.source += kGroupBytes;
+  if (--r.groups_left > 0) return;
+  if ((threadIdx.x & 31) == 0) {
+    Ahead& a = *r.ahead;
+    announce(s, a, find_item(s, a.item, a.item.segment + (blockDim.x >> 5)));
+  }
+  look_ahead(r);
 }
 
 MOET_DEVICE const u8* wait_for_slot(const Ring& r) {
@@ -140,10 +133,13 @@ MOET_DEVICE void release_slot(const Stage& s, Ring& r) {
   }
 }
 
-MOET_DEVICE void start_ring(const Stage& s, Ring& r, const Task& first, u32 end) {
+MOET_DEVICE void start_ring(const Stage& s, Ring& r) {
   r.slot = r.parity = 0;
-  if ((threadIdx.x & 31) == 0)
-    *r.ahead = {nullptr, 0, (threadIdx.x >> 5) - (blockDim.x >> 5), first, end};
-  next_item(s, r);
+  if ((threadIdx.x & 31) == 0) {
+    r.ahead->found = 0;
+    const Item first = {blockIdx.x / s.units, blockIdx.x % s.units, 0, 0, 0};
+    announce(s, *r.ahead, find_item(s, first, threadIdx.x >> 5));
+  }
+  look_ahead(r);
   for (u32 slot = 0; slot < r.depth; ++slot) read_ahead(s, r, slot);
 }

@@ -112,35 +112,86 @@ MOET_DEVICE void barrier_wait(u64* barrier, u32 parity) {
   }
 }
 
-// All lanes of a warp: starts copying two runs of `bytes` (a multiple of 16) into shared memory: from
-// `from` to `to`, and from `from_step` bytes on to `to_step` bytes on. The barrier's current phase
-// ends when both have landed.
-MOET_DEVICE void copy_pair(u8* to, u32 to_step, const u8* from, u64 from_step, u32 bytes,
+// All lanes of a warp: starts copying `runs` (2 or 4) runs of `bytes` (a multiple of 16) into
+// shared memory, each `from_step` bytes on from the last one, to places `to_step` bytes apart. The
+// barrier's current phase ends when all have landed.
+MOET_DEVICE void copy_runs(u8* to, u32 to_step, const u8* from, u32 from_step, u32 bytes, u32 runs,
                            u64* barrier) {
 #if MOET_BULK
   if (elected()) {
     const u32 target = shared_address(barrier);
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(target), "r"(2 * bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(target),
+                 "r"(runs * bytes)
                  : "memory");
-    for (u32 i = 0; i < 2; ++i)
-      asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-          ::"r"(shared_address(to + i * to_step)), "l"(from + i * from_step), "r"(bytes),
-          "r"(target)
-          : "memory");
+    const u32 place = shared_address(to);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i)
+      if (i < 2 || runs > 2)
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+            ::"r"(place + i * to_step), "l"(from + i * from_step), "r"(bytes), "r"(target)
+            : "memory");
   }
 #else
-  for (u32 at = 16 * (threadIdx.x & 31); at < 2 * bytes; at += 512) {
-    const bool second = at >= bytes;
-    const u32 inside = second ? at - bytes : at;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     shared_address(to + (second ? to_step : 0) + inside)),
-                 "l"(from + (second ? from_step : 0) + inside)
-                 : "memory");
-  }
+#pragma unroll 1
+  for (u32 i = 0; i < runs; ++i, from += from_step, to += to_step)
+    for (u32 at = 16 * (threadIdx.x & 31); at < bytes; at += 512)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + at)),
+                   "l"(from + at)
+                   : "memory");
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 #endif
+}
+
+// 16 bytes of global memory to shared memory, past the nearest cache; `wait_for_pieces` waits for
+// all that this lane has asked for.
+MOET_DEVICE void copy_piece(u8* to, const u8* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+MOET_DEVICE void wait_for_pieces() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// x = 16 bytes of shared memory, where wanted.
+MOET_DEVICE void load_if(uint4& x, bool wanted, const u8* p) {
+  asm volatile(
+      "{ .reg .pred q; setp.ne.u32 q, %5, 0; @q ld.shared.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
+      : "r"(shared_address(p)), "r"(static_cast<u32>(wanted)));
+}
+
+// --- barriers that count warps. One lane of a warp calls, after the warp's lanes have met
+
+MOET_DEVICE void meeting_init(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+
+// True for whoever comes last, who can read what the others wrote before they came.
+MOET_DEVICE bool arrive(u64* barrier) {
+  u32 last;
+  asm volatile(
+      "{ .reg .b64 s; .reg .b32 n; .reg .pred p;\n"
+      "mbarrier.arrive.shared.b64 s, [%1];\n"
+      "mbarrier.pending_count.b64 n, s;\n"
+      "setp.eq.u32 p, n, 1;\n"
+      "@p mbarrier.test_wait.shared.b64 p, [%1], s;\n"
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(last)
+      : "r"(shared_address(barrier))
+      : "memory");
+  return last != 0;
+}
+
+// A word of shared memory: what was written before `publish` can be read after an `observe` that
+// shows its value.
+MOET_DEVICE void publish(u32* p, u32 v) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+MOET_DEVICE u32 observe(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
+  return v;
 }
 
 // --- words that the CPU reads or writes at the same time
