@@ -39,6 +39,13 @@ void run_rows(Layer& layer, uint64_t x, int x_type, int tokens, uint64_t ids, in
              IdType::kI32, slots, nullptr, DType::kF32, 1.0f, false, at<uint8_t>(rows)});
 }
 
+void combine_rows(Layer& layer, uint64_t rows, int tokens, uint64_t weights, uint64_t ids, int slots,
+                  uint64_t out, int out_type, std::optional<float> scale) {
+  layer.combine_rows({nullptr, DType::kF32, tokens, at<const float>(weights), at<const uint8_t>(ids),
+                      IdType::kI32, slots, at<uint8_t>(out), dtype_of(out_type), scale.value_or(1.0f),
+                      scale.has_value(), at<uint8_t>(rows)});
+}
+
 std::optional<std::string> ran_isa(const Layer& layer) {
   const char* name = layer.ran_isa();
   return name ? std::optional<std::string>(name) : std::nullopt;
@@ -70,6 +77,9 @@ void bind_layer(nb::module_& m) {
            nb::arg("scale").none() = nb::none(), nb::arg("ids_64") = false, Unlocked())
       .def("run_rows", &run_rows, nb::arg("x"), nb::arg("x_type"), nb::arg("tokens"), nb::arg("ids"),
            nb::arg("slots"), nb::arg("rows"), "The rows [tokens * slots][H], not combined.", Unlocked())
+      .def("combine_rows", &combine_rows, nb::arg("rows"), nb::arg("tokens"), nb::arg("weights"),
+           nb::arg("ids"), nb::arg("slots"), nb::arg("out"), nb::arg("out_type"),
+           nb::arg("scale").none() = nb::none(), "What `run` makes of such rows.", Unlocked())
       .def_prop_ro("ran_isa", &ran_isa)
       .def_prop_ro("record_bytes", &Layer::record_bytes)
       .def_prop_ro("workspace_bytes", &Layer::workspace_bytes);

@@ -49,6 +49,7 @@ Layer::Layer(std::shared_ptr<Pool> pool, const std::string& isa, const LayerShap
     : pool_(std::move(pool)),
       shape_(checked(shape)),
       step_(shape_, find_kernels(isa)),
+      combine_(shape_, find_kernels(isa)),
       table_(new std::atomic<uintptr_t>[shape.experts]) {
   for (int e = 0; e < shape_.experts; ++e) table_[e].store(kUnbound);
   pool_->reserve(step_.workspace_bytes());
@@ -84,10 +85,14 @@ void Layer::check(const Call& call) const {
   if (call.rows) {
     check_address("rows", call.rows, shape_.rows_bf16 ? 2 : 4);
   } else {
-    check_address("weights", call.weights, sizeof(float));
-    check_address("out", call.out, dtype_bytes(call.out_type));
+    check_output(call);
   }
   step_.routing().check(call, table_);
+}
+
+void Layer::check_output(const Call& call) const {
+  check_address("weights", call.weights, sizeof(float));
+  check_address("out", call.out, dtype_bytes(call.out_type));
 }
 
 void Layer::run(const Call& call) {
@@ -96,6 +101,21 @@ void Layer::run(const Call& call) {
   for (int first = 0; first < call.tokens; first += shape_.max_tokens) {
     step_.prepare(call, table_, first, std::min(shape_.max_tokens, call.tokens - first), *pool_);
     pool_->run(session, step_);
+  }
+}
+
+void Layer::combine_rows(const Call& call) {
+  const Pool::Session session(*pool_);
+  check_range("tokens", call.tokens, 0, INT32_MAX / kMaxTopK);
+  check_range("slots", call.slots, 1, shape_.top_k);
+  if (call.tokens == 0) return;
+  check_address("rows", call.rows, shape_.rows_bf16 ? 2 : 4);
+  check_address("ids", call.ids, call.id_type == IdType::kI32 ? 4 : 8);
+  check_output(call);
+  const int most = combine_.most_tokens();
+  for (int first = 0; first < call.tokens; first += most) {
+    combine_.prepare(call, first, std::min(most, call.tokens - first));
+    pool_->run(session, combine_);
   }
 }
 

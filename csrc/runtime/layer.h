@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "combine.h"
 #include "pool.h"
 #include "shape.h"
 #include "step.h"
@@ -24,6 +25,8 @@ class Layer {
 
   // Runs the layer. Everything is checked before anything is computed. Allocates nothing.
   void run(const Call& call);
+  // Combines rows of earlier runs (`call.rows`), of one or of many; x is not used. Allocates nothing.
+  void combine_rows(const Call& call);
 
   const char* ran_isa() const { return step_.ran_isa(); }
   size_t record_bytes() const;
@@ -32,10 +35,12 @@ class Layer {
  private:
   std::atomic<uintptr_t>& entry(int expert);
   void check(const Call& call) const;
+  void check_output(const Call& call) const;
 
   const std::shared_ptr<Pool> pool_;
   const LayerShape shape_;
   Step step_;
+  RowCombine combine_;
   ExpertTable table_;
 };
 

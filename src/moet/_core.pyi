@@ -102,6 +102,17 @@ class Layer:
     def run_rows(
         self, x: int, x_type: int, tokens: int, ids: int, slots: int, rows: int
     ) -> None: ...
+    def combine_rows(
+        self,
+        rows: int,
+        tokens: int,
+        weights: int,
+        ids: int,
+        slots: int,
+        out: int,
+        out_type: int,
+        scale: float | None = None,
+    ) -> None: ...
     @property
     def ran_isa(self) -> str | None: ...
     @property

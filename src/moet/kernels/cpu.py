@@ -280,13 +280,44 @@ class CpuLayer:
     def run_rows_at(
         self, *, x: int, x_type: DType, tokens: int, ids: int, slots: int, rows: int
     ) -> None:
-        """As `run_rows`, on buffers given by address; at most the planned tokens.
+        """As `run_rows`, on buffers given by address.
 
         Raises:
             KernelError: as `run_at`.
         """
         try:
             self._core.run_rows(x, x_type, tokens, ids, slots, rows)
+        except _core.Refusal as refusal:
+            raise _error(refusal) from None
+
+    def combine_rows_at(
+        self,
+        *,
+        rows: int,
+        tokens: int,
+        ids: int,
+        weights: int,
+        slots: int,
+        out: int,
+        out_type: DType,
+    ) -> None:
+        """Combines rows of one or of several `run_rows_at` to what `run_at` would have made of them,
+        bit for bit. Allocates nothing.
+
+        Args:
+            rows: [tokens, slots, H] in the layer's row type; those of negative ids are not read.
+            tokens: T, any number.
+            ids: int32 [tokens, slots]; only their signs count.
+            weights: fp32 [tokens, slots].
+            slots: at most `spec.top_k`.
+            out: [tokens, H] of `out_type`.
+            out_type: type of out.
+
+        Raises:
+            KernelError: another step in flight on the pool, more slots than planned.
+        """
+        try:
+            self._core.combine_rows(rows, tokens, weights, ids, slots, out, out_type, self._scale)
         except _core.Refusal as refusal:
             raise _error(refusal) from None
 
