@@ -1,8 +1,8 @@
 """Renders numbers from benchmark records into the documents: `python scripts/render.py [--check]`.
 
-Between `<!-- render NAME -->` and `<!-- /render -->` in README.md stands what NAME's function below
-makes of `benchmarks/records/`. With --check nothing is written; the exit status is 1 where a
-document does not say what the records say.
+Between `<!-- render NAME -->` and `<!-- /render -->` in README.md and docs/hybrid.md stands what
+NAME's function below makes of `benchmarks/records/`. With --check nothing is written; the exit
+status is 1 where a document does not say what the records say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks/records"
-DOCUMENT = ROOT / "README.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs/hybrid.md")
+UNMEASURED = "*unmeasured*"
 
 Row = dict[str, Any]
 
@@ -25,6 +26,11 @@ def record(name: str) -> Row:
     """A record by its file's name."""
     loaded: Row = json.loads((RECORDS / f"{name}.json").read_text())
     return loaded
+
+
+def measured(name: str) -> bool:
+    """Whether there is a record of that name."""
+    return (RECORDS / f"{name}.json").exists()
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -162,10 +168,11 @@ def bits() -> str:
 
 def gpu() -> str:
     """A step of the GPU's decode kernels, by tokens."""
-    run = record("gpu-h200")
+    name = "moe-gpu" if measured("moe-gpu") else "gpu-h200"
+    run = record(name)
     rows = [
         [
-            run["machine"]["gpu"],
+            run["setup"].get("card") or run["machine"]["gpu"],
             row["shape"],
             row["tokens"],
             f"{row['us']:.1f} us",
@@ -173,7 +180,7 @@ def gpu() -> str:
             f"**{row['ratio']:.2f}**",
         ]
         for row in run["results"]
-        if row["what"] == "step" and row["tokens"] in {1, 4, 8, 64}
+        if row["kind"] == "gpu" and row["what"] == "step" and row["tokens"] in {1, 4, 8, 64}
     ]
     return table(["card", "layer", "tokens", "a step", "read GB/s", "ratio"], rows)
 
@@ -205,12 +212,158 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
+def host(run: Row) -> str:
+    """The machine of a record of card and CPU."""
+    cpu = run["machine"]["cpu"]["model"].strip()
+    return f"{run['setup']['card']}, {cpu}, {run['setup']['threads']} threads"
+
+
+def hybrid_bits() -> str:
+    """What the exams on a card have compared."""
+    if not measured("hybrid-bits"):
+        return UNMEASURED
+    run = record("hybrid-bits")
+    rows = [
+        [
+            {"kernels": "kernels alone", "hybrid": "card and CPU"}[row["kind"]],
+            row["name"],
+            row.get("variant", ""),
+            row.get("splits", ""),
+            row.get("uploads", ""),
+            f"{row['outputs']:,}",
+            row["differing"],
+        ]
+        for row in run["results"]
+        if row["kind"] in {"kernels", "hybrid"}
+    ]
+    head = ["what", "layers", "waits by", "splits", "uploads beside", "outputs compared", "differ"]
+    setup = run["setup"]
+    line = f"{setup['outputs']:,} outputs in all, {setup['differing']:,} differ; {host(run)}."
+    return table(head, rows) + "\n\n" + line
+
+
+def faults() -> str:
+    """What faults that were made on purpose have done."""
+    rows = record("hybrid-bits")["results"] if measured("hybrid-bits") else []
+    made = [row for row in rows if row["kind"] == "fault"]
+    if not made:
+        return UNMEASURED
+    head = ["fault", "waits by", "after", "error", "verdict"]
+    return table(
+        head,
+        [
+            [
+                row["fault"],
+                row["variant"],
+                f"{row['seconds']:.2f} s",
+                row["said"] or "none: waited for",
+                f"**{row['wrong']}**" if row["wrong"] else "as it must be",
+            ]
+            for row in made
+        ],
+    )
+
+
+def step_rows(row: Row) -> list[object]:
+    """A row of the step's tables, from the share on the card on."""
+    times = ("step_us", "step_p95_us", "card_us", "cpu_us", "wait_us", "round_trip_us", "limit_us")
+    return [
+        f"{row['percent']} %",
+        row["tokens"],
+        *(f"{row[name]:.0f}" for name in times),
+        f"**{row['ratio']:.2f}**" if row["holds"] else f"{row['ratio']:.2f}, **over the limit**",
+        f"{row['cpu_read_share']:.0%}",
+        f"{row['card_read_share']:.0%}",
+        f"{row['extrapolated_ms']:.1f} ms",
+    ]
+
+
+STEP_HEAD = [
+    "routings on card", "tokens", "step us", "p95", "card", "CPU", "wait", "round trip", "limit",
+    "ratio", "CPU read", "card read", "40 layers, extrapolated",
+]  # fmt: skip
+
+
+def step_caption(run: Row) -> str:
+    """What was measured and where."""
+    setup, (reads,) = run["setup"], [row for row in run["results"] if row["kind"] == "read"]
+    return (
+        f"{host(run)}; hidden {setup['hidden']}, intermediate {setup['intermediate']}, "
+        f"{setup['experts']} experts a layer, top-{setup['top_k']}, {setup['layers']} layers, "
+        f"{setup['distinct_experts']} distinct experts; read rates: card "
+        f"{reads['card_read_gb_s']:.0f} GB/s, CPU {reads['cpu_read_gb_s']:.0f} GB/s; "
+        f"{setup['replays']} replays a figure."
+    )
+
+
+def step() -> str:
+    """Hybrid steps by share and tokens."""
+    if not measured("hybrid-step"):
+        return UNMEASURED
+    run = record("hybrid-step")
+    rows = [step_rows(row) for row in run["results"] if row["kind"] == "step"]
+    return step_caption(run) + "\n\n" + table(STEP_HEAD, rows)
+
+
+def step_variants() -> str:
+    """The ways to wait, side by side."""
+    if not measured("hybrid-step-variants"):
+        return UNMEASURED
+    run = record("hybrid-step-variants")
+    rows = [[row["variant"], *step_rows(row)] for row in run["results"] if row["kind"] == "step"]
+    return step_caption(run) + "\n\n" + table(["waits by", *STEP_HEAD], rows)
+
+
+def kernels() -> str:
+    """Launches of the kernels, their registers, and others on the same card."""
+    if not measured("moe-gpu"):
+        return UNMEASURED
+    run = record("moe-gpu")
+    rows = [
+        [
+            row["shape"],
+            row["tokens"],
+            row["what"],
+            f"{row['us']:.1f} us",
+            f"{row['bytes'] / row['us'] / 1e3:.0f}" if row["bytes"] else "",
+            f"**{row['ratio']:.2f}**" if row["bytes"] else "",
+        ]
+        for row in run["results"]
+        if row["kind"] == "gpu"
+    ]
+    parts = [table(["layer", "tokens", "what", "time", "GB/s", "of the read rate"], rows)]
+    registers = [
+        [f"`{row['name']}`", row["registers"]] for row in run["results"] if row["kind"] == "kernel"
+    ]
+    parts.append(table(["kernel", "registers a thread"], registers))
+    others = [
+        [
+            row["shape"],
+            row["who"],
+            row["tokens"],
+            f"{row['us']:.1f} us",
+            f"{row['moet_us']:.1f} us",
+            f"**{row['times_as_fast']:.2f} x**",
+        ]
+        for row in run["results"]
+        if row["kind"] == "other"
+    ]
+    if others:
+        parts.append(table(["layer", "who", "tokens", "theirs", "moet", "moet is"], others))
+    return "\n\n".join(parts)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "cpu": cpu,
     "gpu": gpu,
     "demo": demo,
     "bits": bits,
     "memory": memory,
+    "hybrid_bits": hybrid_bits,
+    "faults": faults,
+    "step": step,
+    "step_variants": step_variants,
+    "kernels": kernels,
 }
 
 
@@ -224,14 +377,14 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    """Writes the document, or checks it."""
-    text = DOCUMENT.read_text()
-    fresh = rendered(text)
+    """Writes the documents, or checks them."""
+    stale = [path for path in DOCUMENTS if rendered(path.read_text()) != path.read_text()]
     if "--check" in sys.argv[1:]:
-        if fresh != text:
-            print("README.md does not say what the records say: run scripts/render.py")
-        return int(fresh != text)
-    DOCUMENT.write_text(fresh)
+        for path in stale:
+            print(f"{path.name} does not say what the records say: run scripts/render.py")
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(rendered(path.read_text()))
     return 0
 
 
