@@ -39,11 +39,11 @@ esac
 # libstdc++ as well: the sanitizer must find __cxa_throw before Python loads it.
 runtimes+=("$("${CXX:-g++}" -print-file-name=libstdc++.so)")
 
-# The pool, instruction sets, single kernels, whole layers, repacking, loading, the cores' plan.
+# The pool, instruction sets, single kernels, whole layers, repacking, loading, the cores' plan, reads.
 # Not test_cuda_build: it calls NVRTC alone, whose libraries do not find each other under asan.
 if [ $# -eq 0 ]; then
   set -- tests/kernels tests/formats/test_repack.py tests/hybrid tests/machine \
-    tests/engine/test_cores.py --ignore=tests/kernels/test_cuda_build.py -m "not slow"
+    tests/tiers/test_reads.py tests/tiers/test_nvme.py tests/engine/test_cores.py --ignore=tests/kernels/test_cuda_build.py -m "not slow"
 fi
 
 # Leaks: the interpreter keeps memory to its end on purpose, so that check is off.
