@@ -1,7 +1,7 @@
 """moet: Mixture-of-Experts models that do not fit on your card, served bit for bit.
 
 The rooms, top to bottom (imports only ever go down): ``cli``, ``engine`` / ``bench`` / ``verify``,
-``hybrid``, ``tiers`` / ``kernels``, ``machine``, ``checkpoint``, ``formats``, ``base``.
+``hybrid``, ``tiers`` / ``kernels``, ``pack``, ``machine``, ``checkpoint``, ``formats``, ``base``.
 See ``docs/house.md``.
 """
 

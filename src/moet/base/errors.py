@@ -30,6 +30,10 @@ class CheckpointError(MoetError):
     """A checkpoint that is missing, truncated, inconsistent or of an unknown family."""
 
 
+class PackError(MoetError):
+    """A pack that is missing, unfinished, damaged or of another checkpoint, or not writable."""
+
+
 class MachineError(MoetError):
     """The machine lacks something: memory, an instruction set, a limit that is too low."""
 

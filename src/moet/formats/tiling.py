@@ -22,6 +22,8 @@ GROUP_BLOCKS: Final = 4
 TILE_BYTES: Final = STRIP_ROWS * BLOCK_BYTES
 GROUP_BYTES: Final = GROUP_BLOCKS * (TILE_BYTES + STRIP_ROWS)
 RECORD_ALIGNMENT: Final = 4096
+TILE_VERSION: Final = 1
+"""Of everything in this file; a record on disk says which one it was written by."""
 
 LANE_ROWS: Final[NDArray[np.intp]] = np.array([(i >> 1) + 8 * (i & 1) for i in range(STRIP_ROWS)])
 """Row of a strip that each lane holds."""

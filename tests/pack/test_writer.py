@@ -1,0 +1,557 @@
+"""Writing: the bits of memory, whatever happens on the way; nothing that opens and is wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moet.base.errors import FormatError, UsageError
+from moet.checkpoint import BrokenCheckpoint, Checkpoint, Fault, open_checkpoint
+from moet.checkpoint.keys import ExpertKey
+from moet.pack import blockfile, writer
+from moet.pack.check import check_pack
+from moet.pack.faults import BrokenPack, PackFault
+from moet.pack.journal import JOURNAL, read_journal
+from moet.pack.reader import open_pack
+from moet.pack.spec import MANIFEST
+from moet.pack.writer import WriteReport, write_pack
+from moet.testing.toy import FAMILIES, write_toy_checkpoint
+
+from .conftest import SIZES
+from .helpers import content, in_memory, records
+
+RECORDS = SIZES["experts"] * SIZES["layers"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("disks", [1, 3])
+def test_records_are_those_of_memory(
+    family: str, disks: int, toys: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(toys[family])
+    report = write_pack(checkpoint, [tmp_path / f"disk{i}" for i in range(disks)])
+    pack = open_pack(report.folder, checkpoint)
+    assert (report.records, report.kept, report.nbytes) == (RECORDS, 0, pack.nbytes)
+    assert records(pack) == in_memory(checkpoint)
+    assert len(pack) == RECORDS
+    assert len(pack.files) == disks
+    sizes = [file.stat().st_size for file in pack.files]
+    assert sizes == [RECORDS // disks * pack.layout.record_bytes] * disks
+    assert {file.parent.parent.name for file in pack.files} == {f"disk{i}" for i in range(disks)}
+    assert sorted(path.name for path in report.folder.iterdir()) == [
+        "experts-0.bin",
+        "lock",
+        MANIFEST,
+    ]
+
+
+def test_the_same_checkpoint_makes_the_same_pack(toy: Checkpoint, tmp_path: Path) -> None:
+    first = content(write_pack(toy, [tmp_path / "x"], threads=1).folder)
+    second = content(write_pack(toy, [tmp_path / "y"], threads=7, drop_cache=True).folder)
+    assert first == second
+
+
+def test_without_direct_io(
+    toy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = content(write_pack(toy, [tmp_path / "x"]).folder)
+    open_ = os.open
+
+    def refusing(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_(path, flags, mode)
+
+    monkeypatch.setattr(blockfile.os, "open", refusing)
+    report = write_pack(toy, [tmp_path / "y"])
+    assert not report.direct
+    assert content(report.folder) == wanted
+    assert check_pack(open_pack(report.folder)).passed
+
+
+def test_direct_io_that_is_refused_late(
+    toy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = content(write_pack(toy, [tmp_path / "x"]).folder)
+    fcntl, pwrite, preadv = blockfile.fcntl, os.pwrite, os.preadv
+
+    def refuse(fd: int) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def writing(fd: int, data: Any, offset: int) -> int:
+        refuse(fd)
+        return pwrite(fd, data[:5000], offset)  # and in pieces that end anywhere
+
+    def reading(fd: int, buffers: Any, offset: int) -> int:
+        refuse(fd)
+        return preadv(fd, [buffers[0][:7000]], offset)
+
+    monkeypatch.setattr(blockfile.os, "pwrite", writing)
+    monkeypatch.setattr(blockfile.os, "preadv", reading)
+    report = write_pack(toy, [tmp_path / "y"])
+    assert content(report.folder) == wanted
+    assert check_pack(open_pack(report.folder)).passed
+
+
+def test_a_pack_that_is_there_is_left_alone(toy: Checkpoint, tmp_path: Path) -> None:
+    folder = write_pack(toy, [tmp_path]).folder
+    (folder / JOURNAL).write_bytes(b"of a run that was killed after its manifest")
+    before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
+    report = write_pack(toy, [tmp_path])
+    assert (report.folder, report.kept) == (folder, RECORDS)
+    after = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
+    assert after == {name: time for name, time in before.items() if name != JOURNAL}
+    with open_pack(folder).hold():  # in use is no obstacle
+        assert write_pack(toy, [tmp_path]).kept == RECORDS
+
+
+def test_progress_reaches_the_total(toy: Checkpoint, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    report = write_pack(toy, [tmp_path], progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (report.nbytes, report.nbytes)
+    assert seen == sorted(seen)
+    assert report.rate > 0
+
+
+class Stop(Exception):  # noqa: N818
+    """What a test raises to stop a run."""
+
+
+def stop_after(
+    count: int, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> Callable[[], int]:
+    """Lets ``count`` writes of records pass and later ones fail; returns how many passed."""
+    pwrite, done = os.pwrite, [0]
+
+    def failing(fd: int, data: Any, offset: int) -> int:
+        if done[0] >= count:
+            raise error
+        done[0] += 1
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(blockfile.os, "pwrite", failing)
+    return lambda: done[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 11])
+@pytest.mark.parametrize("disks", [1, 2])
+def test_a_stopped_run_goes_on(
+    count: int, disks: int, toy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / f"disk{i}" for i in range(disks)]
+    wanted = records(open_pack(write_pack(toy, [tmp_path / "whole"]).folder))
+    stop_after(count, monkeypatch, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        write_pack(toy, places, threads=1)
+    monkeypatch.undo()
+    (folder,) = places[0].iterdir()
+    with pytest.raises(BrokenPack) as caught:
+        open_pack(folder)
+    assert caught.value.fault is PackFault.UNFINISHED
+    assert len(read_journal(folder)[1]) == count
+    written = stop_after(99, monkeypatch, Stop())
+    report = write_pack(toy, places)
+    assert (report.folder, report.kept, written()) == (folder, count, RECORDS - count)
+    assert records(open_pack(folder, toy)) == wanted
+
+
+def interrupted(toy: Checkpoint, place: Path, count: int = 6) -> Path:
+    """An unfinished pack with ``count`` records."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(count, patch, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            write_pack(toy, [place], threads=1)
+    (folder,) = place.iterdir()
+    return folder
+
+
+def finish(toy: Checkpoint, place: Path) -> WriteReport:
+    """Goes on, and compares with a pack that was written at once."""
+    report = write_pack(toy, [place])
+    whole = write_pack(toy, [place.parent / "whole"]).folder
+    assert content(report.folder) == content(whole)
+    return report
+
+
+def test_records_that_the_disk_has_lost_are_written_again(toy: Checkpoint, tmp_path: Path) -> None:
+    folder = interrupted(toy, tmp_path / "x")
+    plan, journalled = read_journal(folder)
+    lost = sorted(journalled)[:2]
+    with (folder / "experts-0.bin").open("r+b") as stream:
+        for index in lost:
+            stream.seek(plan.place(index)[1] + 100)
+            stream.write(b"lost")
+    assert finish(toy, tmp_path / "x").kept == 4
+
+
+@pytest.mark.parametrize("keep", [0, 4096, 5000])
+def test_a_data_file_that_was_cut_is_filled_again(
+    keep: int, toy: Checkpoint, tmp_path: Path
+) -> None:
+    folder = interrupted(toy, tmp_path / "x")
+    os.truncate(folder / "experts-0.bin", keep)
+    assert finish(toy, tmp_path / "x").kept == 0
+
+
+def test_a_data_file_that_is_gone_is_written_again(toy: Checkpoint, tmp_path: Path) -> None:
+    folder = interrupted(toy, tmp_path / "x")
+    (folder / "experts-0.bin").unlink()
+    assert finish(toy, tmp_path / "x").kept == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kept"),
+    [
+        (lambda raw: raw[:-1], 5),  # torn
+        (lambda raw: raw[:-20], 5),
+        (lambda raw: raw + b"\0" * 37, 6),
+        (lambda raw: raw + b"3 00000000000", 6),
+        (lambda raw: raw + b"99999 0123456789abcdef 01234567\n", 6),
+        (lambda raw: raw[: raw.index(b"\n") + 1], 0),
+    ],
+)
+def test_a_torn_journal_costs_only_what_is_torn(
+    spoil: Callable[[bytes], bytes], kept: int, toy: Checkpoint, tmp_path: Path
+) -> None:
+    folder = interrupted(toy, tmp_path / "x")
+    (folder / JOURNAL).write_bytes(spoil((folder / JOURNAL).read_bytes()))
+    assert finish(toy, tmp_path / "x").kept == kept
+
+
+def test_lines_follow_the_last_good_one(toy: Checkpoint, tmp_path: Path) -> None:
+    folder = interrupted(toy, tmp_path / "x")
+    (folder / JOURNAL).write_bytes((folder / JOURNAL).read_bytes()[:-5])
+    interrupted(toy, tmp_path / "x", 3)
+    assert len(read_journal(folder)[1]) == 5 + 3
+    assert finish(toy, tmp_path / "x").kept == 8
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"{}\n", b'{"format":"moet-pack-9"}\n'])
+def test_a_journal_without_a_plan_is_named(raw: bytes, toy: Checkpoint, tmp_path: Path) -> None:
+    folder = interrupted(toy, tmp_path)
+    (folder / JOURNAL).write_bytes(raw)
+    with pytest.raises(BrokenPack) as caught:
+        write_pack(toy, [tmp_path])
+    assert caught.value.fault is PackFault.BAD_JOURNAL
+    assert "moet pack rm" in caught.value.hint
+
+
+def test_other_folders_than_the_first_time_are_named(toy: Checkpoint, tmp_path: Path) -> None:
+    folder = interrupted(toy, tmp_path / "x")
+    with pytest.raises(BrokenPack, match="other folders") as caught:
+        write_pack(toy, [tmp_path / "x", tmp_path / "y"])
+    assert caught.value.fault is PackFault.FOREIGN
+    assert len(read_journal(folder)[1]) == 6
+    finish(toy, tmp_path / "x")
+
+
+def test_what_is_not_ours_is_not_written_over(toy: Checkpoint, tmp_path: Path) -> None:
+    folder = tmp_path / write_pack(toy, [tmp_path / "whole"]).folder.name
+    for name in ("experts-0.bin", "thesis.txt"):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("the only copy")
+        with pytest.raises(BrokenPack, match=name) as caught:
+            write_pack(toy, [tmp_path])
+        assert caught.value.fault is PackFault.FOREIGN
+        assert (folder / name).read_text() == "the only copy"
+        (folder / name).unlink()
+
+
+def test_a_second_disk_that_holds_another_packs_part_is_named(
+    toy: Checkpoint, tmp_path: Path
+) -> None:
+    folder = write_pack(toy, [tmp_path / "a", tmp_path / "shared"]).folder
+    with pytest.raises(BrokenPack, match=r"experts-1\.bin") as caught:
+        write_pack(toy, [tmp_path / "b", tmp_path / "shared"])
+    assert caught.value.fault is PackFault.FOREIGN
+    assert check_pack(open_pack(folder)).passed
+
+
+def test_two_writers_do_not_clash(toy: Checkpoint, tmp_path: Path) -> None:
+    """The second is refused while the first writes, whichever of the folders they share."""
+    refused: list[PackFault] = []
+
+    def second(done: int, total: int) -> None:
+        if not refused:
+            for places in (["a", "b"], ["a"], ["c", "b"]):
+                with pytest.raises(BrokenPack) as caught:
+                    write_pack(toy, [tmp_path / place for place in places])
+                refused.append(caught.value.fault)
+
+    report = write_pack(toy, [tmp_path / "a", tmp_path / "b"], progress=second)
+    assert refused == [PackFault.IN_USE] * 3
+    assert check_pack(open_pack(report.folder), toy).passed
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        (errno.ENOSPC, PackFault.NO_SPACE),
+        (errno.EDQUOT, PackFault.NO_SPACE),
+        (errno.EIO, PackFault.WRITE_FAILED),
+        (errno.EROFS, PackFault.WRITE_FAILED),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 7])
+def test_a_disk_that_fails_is_named_and_resumed(
+    code: int, fault: PackFault, count: int, toy: Checkpoint, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(count, patch, OSError(code, os.strerror(code)))
+        with pytest.raises(BrokenPack, match=os.strerror(code)) as caught:
+            write_pack(toy, [tmp_path / "x"], threads=3)
+    assert caught.value.fault is fault
+    assert not list(tmp_path.glob("x/*/manifest.json"))
+    assert finish(toy, tmp_path / "x").kept == count
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "fsync"])
+def test_a_disk_that_fails_to_sync_is_named(
+    call: str, toy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(blockfile.os, call, failing)
+    with pytest.raises(BrokenPack, match="Input/output error") as caught:
+        write_pack(toy, [tmp_path / "x"])
+    assert caught.value.fault is PackFault.WRITE_FAILED
+    assert not list(tmp_path.glob("x/*/manifest.json"))
+    monkeypatch.undo()
+    finish(toy, tmp_path / "x")
+
+
+def test_records_are_synced_before_the_journal_tells_of_them(
+    toy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the journal before the manifest, and every folder before its manifest opens."""
+    events: list[str] = []
+
+    def name_of(fd: int) -> str:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        return "folder" if path.is_dir() else path.name.removesuffix(".partial")
+
+    def noting(module: Any, call: str) -> None:
+        original = getattr(os, call)
+
+        def noted(fd: int, *rest: Any) -> Any:
+            result = original(fd, *rest)
+            events.append(f"{call} {name_of(fd)}")
+            return result
+
+        monkeypatch.setattr(module, call, noted)
+
+    for call in ("pwrite", "write", "fdatasync", "fsync"):
+        noting(os, call)
+    monkeypatch.setattr(writer, "_COMMIT_S", 0.0)
+    write_pack(toy, [tmp_path], threads=1)
+    assert events[:2] == ["fsync journal", "fsync folder"]
+    assert events[-2:] == ["fsync manifest.json", "fsync folder"]
+    first = events.index("pwrite experts-0.bin")
+    assert events[2:first] == ["fsync folder"] * 2
+    unsynced = 0
+    for event in events[first:]:
+        unsynced += event == "pwrite experts-0.bin"
+        if event == "fdatasync experts-0.bin":
+            unsynced = 0
+        assert event != "write journal" or unsynced == 0
+    assert "fdatasync journal" in events[first:]
+
+
+def test_a_disk_that_is_too_small_is_told_first(
+    toy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SimpleNamespace(f_bavail=writer.SPARE_BYTES // 4096 + 100, f_frsize=4096)
+    monkeypatch.setattr(writer.os, "statvfs", lambda path: small)
+    with pytest.raises(BrokenPack) as caught:
+        write_pack(toy, [tmp_path / "x"])
+    assert caught.value.fault is PackFault.NO_SPACE
+    assert "480.00 KiB are to be written and 64.39 MiB are free" in str(caught.value)
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_is_written_already_needs_no_room(
+    toy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = interrupted(toy, tmp_path / "x", 9)
+    missing = 3 * open_pack(write_pack(toy, [tmp_path / "whole"]).folder).layout.record_bytes
+    for free, enough in ((missing - 4096, False), (missing + 65536, True)):
+        room = SimpleNamespace(f_bavail=writer.SPARE_BYTES + free, f_frsize=1)
+        monkeypatch.setattr(writer.os, "statvfs", lambda path, room=room: room)
+        if enough:
+            assert write_pack(toy, [tmp_path / "x"]).folder == folder
+        else:
+            with pytest.raises(BrokenPack):
+                write_pack(toy, [tmp_path / "x"])
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from moet.checkpoint import open_checkpoint
+from moet.pack.writer import write_pack
+from moet.pack.faults import BrokenPack
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+try:
+    write_pack(open_checkpoint(sys.argv[1]), [Path(sys.argv[2])])
+except BrokenPack as error:
+    print(error.fault)
+"""
+
+
+def test_a_limit_on_file_sizes_is_named(toy: Checkpoint, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert soft == hard == resource.RLIM_INFINITY or soft > 1 << 20
+    command = [sys.executable, "-c", LIMITED, str(toy.folder), str(tmp_path / "x"), "65536"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "write-failed"
+    finish(toy, tmp_path / "x")
+
+
+def test_a_folder_that_cannot_be_made_is_named(toy: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BrokenPack) as caught:
+        write_pack(toy, [tmp_path / "file" / "packs"])
+    assert caught.value.fault is PackFault.WRITE_FAILED
+
+
+@pytest.mark.parametrize("places", [[], ["x", "x"], ["x", "y/../x"], ["x\udcff"]])
+def test_folders_that_make_no_sense_are_named(
+    places: list[str], toy: Checkpoint, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        write_pack(toy, [tmp_path / place for place in places])
+    assert caught.value.hint
+
+
+def test_fewer_threads_than_none_are_refused(toy: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        write_pack(toy, [tmp_path], threads=-1)
+
+
+def test_a_checkpoint_that_changes_meanwhile_makes_no_pack(mine: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(mine)
+
+    def touch(done: int, total: int) -> None:
+        os.utime(mine / "model.safetensors", ns=(1, 1))
+
+    with pytest.raises(BrokenPack, match="written again") as caught:
+        write_pack(checkpoint, [tmp_path / "x"], progress=touch)
+    assert caught.value.fault is PackFault.CHANGED
+    assert not list(tmp_path.glob("x/*/manifest.json"))
+
+
+def test_a_checkpoint_that_is_cut_is_named(mine: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(mine)
+    size = (mine / "model.safetensors").stat().st_size
+    os.truncate(mine / "model.safetensors", size // 2)
+    with pytest.raises(BrokenCheckpoint) as caught:
+        write_pack(checkpoint, [tmp_path / "x"])
+    assert caught.value.fault in (Fault.TRUNCATED, Fault.HEADER_PAST_END)
+
+
+def test_a_reserved_scale_is_named(mine: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(mine)
+    raw = bytearray((mine / "model.safetensors").read_bytes())
+    raw[checkpoint.expert_tensors(1, 4).down.scales.offset] = 255
+    (mine / "model.safetensors").write_bytes(raw)
+    with pytest.raises(FormatError, match=r"experts\.4\.down_proj\.weight_scale\[0, 0\]"):
+        write_pack(open_checkpoint(mine), [tmp_path / "x"])
+    assert not list(tmp_path.glob("x/*/manifest.json"))
+
+
+def test_hashed_contents_know_a_copy(
+    mine: Path, tmp_path: Path, copied: Callable[[Path], Path]
+) -> None:
+    folder = write_pack(open_checkpoint(mine), [tmp_path / "x"], hash_contents=True).folder
+    file = copied(mine) / "model.safetensors"
+    os.utime(file, ns=(1, 1))
+    copy = open_checkpoint(file.parent)
+    with pytest.raises(BrokenPack, match="written again"):
+        open_pack(folder, copy)
+    open_pack(folder, copy, full=True)
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(BrokenPack, match=r"the bytes of model\.safetensors are others") as caught:
+        open_pack(folder, copy, full=True)
+    assert caught.value.fault is PackFault.STALE
+
+
+def test_a_pack_without_hashes_knows_no_copy(
+    mine: Path, tmp_path: Path, copied: Callable[[Path], Path]
+) -> None:
+    folder = write_pack(open_checkpoint(mine), [tmp_path / "x"]).folder
+    os.utime(copied(mine) / "model.safetensors", ns=(1, 1))
+    with pytest.raises(BrokenPack) as caught:
+        open_pack(folder, open_checkpoint(tmp_path / "copies" / "mine"), full=True)
+    assert caught.value.fault is PackFault.STALE
+
+
+def test_files_are_closed(toy: Checkpoint, tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    write_pack(toy, [tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(BrokenPack):
+        write_pack(toy, [tmp_path / "c", tmp_path / "b"])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_expert_that_is_not_there_is_named(packed: Path) -> None:
+    pack = open_pack(packed)
+    assert ExpertKey(1, 5) in pack
+    for key in (ExpertKey(1, 6), ExpertKey(2, 0)):
+        assert key not in pack
+        with pytest.raises(BrokenPack) as caught:
+            pack.place(key)
+        assert caught.value.fault is PackFault.NO_RECORD
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from moet.checkpoint import open_checkpoint
+from moet.pack.check import check_pack
+from moet.pack.reader import open_pack
+from moet.pack.writer import write_pack
+checkpoint = open_checkpoint(sys.argv[1])
+report = write_pack(checkpoint, [Path(sys.argv[2])], threads=4)
+check_pack(open_pack(report.folder), checkpoint, threads=4)
+print(report.nbytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    peaks = []
+    for experts in (8, 96):
+        sizes = {"hidden": 1024, "intermediate": 768, "layers": 1, "vocab": 32}
+        write_toy_checkpoint(tmp_path / f"m{experts}", experts=experts, **sizes)
+        where = [str(tmp_path / f"m{experts}"), str(tmp_path / "packs")]
+        command = [sys.executable, "-c", MEASURED, *where]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        peaks.append(tuple(map(int, done.stdout.split())))
+    (_, small), (nbytes, large) = peaks
+    assert nbytes > 120e6
+    assert large - small < 16 << 20
+    assert large < 256 << 20
+
+
+def test_the_demo_model(tmp_path: Path) -> None:
+    from moet import demo
+
+    checkpoint = open_checkpoint(demo.path())
+    report = write_pack(checkpoint, [tmp_path])
+    assert report.records == 192
+    assert check_pack(open_pack(report.folder, checkpoint), checkpoint).passed
+    assert records(open_pack(report.folder)) == in_memory(checkpoint)
+    assert json.loads((report.folder / MANIFEST).read_text())["model"]["experts"] == 32
