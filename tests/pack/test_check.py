@@ -175,6 +175,13 @@ def test_fewer_threads_than_none_are_refused(packed: Path) -> None:
         check_pack(open_pack(packed), threads=-1)
 
 
+def test_a_checkpoint_of_another_geometry_is_not_compared(packed: Path, tmp_path: Path) -> None:
+    write_toy_checkpoint(tmp_path / "wide", hidden=320, intermediate=96, experts=6, layers=2)
+    with pytest.raises(BrokenPack) as caught:
+        check_pack(open_pack(packed), open_checkpoint(tmp_path / "wide"))
+    assert caught.value.fault is PackFault.OTHER_MODEL
+
+
 def test_the_threads_errors_are_ours(
     toy: Checkpoint, packed: Path, copied: Callable[[Path], Path]
 ) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -452,6 +453,27 @@ def test_a_checkpoint_that_changes_meanwhile_makes_no_pack(mine: Path, tmp_path:
     assert not list(tmp_path.glob("x/*/manifest.json"))
 
 
+def test_a_checkpoint_that_changed_before_it_was_identified_makes_no_pack(
+    mine: Path, tmp_path: Path
+) -> None:
+    """Offsets of one state of a file must not be used on another."""
+    checkpoint = open_checkpoint(mine)
+    file = mine / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    names = [name for name in header if "experts.1.down_proj.weight_packed" in name]
+    spans = [header[name]["data_offsets"] for name in names]
+    header[names[0]]["data_offsets"], header[names[1]]["data_offsets"] = spans[1], spans[0]
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    file.write_bytes(raw[:8] + text + raw[8 + length :])
+    with pytest.raises(BrokenPack, match="headers") as caught:
+        write_pack(checkpoint, [tmp_path / "x"])
+    assert caught.value.fault is PackFault.CHANGED
+    assert not list(tmp_path.glob("x/*/manifest.json"))
+    write_pack(open_checkpoint(mine), [tmp_path / "y"])
+
+
 def test_a_checkpoint_that_is_cut_is_named(mine: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(mine)
     size = (mine / "model.safetensors").stat().st_size
@@ -487,6 +509,23 @@ def test_hashed_contents_know_a_copy(
     with pytest.raises(BrokenPack, match=r"the bytes of model\.safetensors are others") as caught:
         open_pack(folder, copy, full=True)
     assert caught.value.fault is PackFault.STALE
+
+
+def test_hashes_are_added_to_a_pack_that_is_there(
+    mine: Path, tmp_path: Path, copied: Callable[[Path], Path]
+) -> None:
+    checkpoint, places = open_checkpoint(mine), [tmp_path / "x", tmp_path / "y"]
+    folder = write_pack(checkpoint, places).folder
+    before = records(open_pack(folder))
+    with open_pack(folder).hold(), pytest.raises(BrokenPack) as caught:
+        write_pack(checkpoint, places, hash_contents=True)
+    assert caught.value.fault is PackFault.IN_USE
+    for _ in range(2):
+        assert write_pack(checkpoint, places[:1], hash_contents=True).kept == RECORDS
+        os.utime(copied(mine) / "model.safetensors", ns=(1, 1))
+        pack = open_pack(folder, open_checkpoint(tmp_path / "copies" / "mine"), full=True)
+        assert records(pack) == before
+        shutil.rmtree(tmp_path / "copies")
 
 
 def test_a_pack_without_hashes_knows_no_copy(

@@ -18,7 +18,7 @@ from moet.checkpoint.open import Checkpoint
 from moet.pack.blockfile import BlockFile, aligned_buffer
 from moet.pack.expert_reader import ExpertReader, OpenFiles
 from moet.pack.faults import BrokenPack
-from moet.pack.reader import Pack
+from moet.pack.reader import Pack, require_model
 from moet.pack.sweep import Sweep, Work, choose_threads
 from moet.pack.writer import SCRATCH_BYTES
 
@@ -86,12 +86,14 @@ def check_pack(
         progress: called with bytes done and in all, a few times a second.
 
     Raises:
-        BrokenPack: a data file cannot be opened, or the pack is being removed.
+        BrokenPack: a data file cannot be opened, the pack is being removed, or OTHER_MODEL.
         BrokenCheckpoint: a file of the checkpoint cannot be read.
         UsageError: fewer threads than none.
     """
     if threads < 0:
         raise UsageError(f"{threads} threads", hint="0 means by the machine")
+    if checkpoint is not None:
+        require_model(pack, checkpoint)
     start = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(pack.hold())

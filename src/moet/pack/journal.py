@@ -18,8 +18,8 @@ from typing import Any
 import xxhash
 
 from moet.pack.blockfile import replace_file
-from moet.pack.faults import BrokenPack, PackFault, unreadable, unwritable
-from moet.pack.spec import Plan, parse_head
+from moet.pack.faults import BrokenPack, PackFault, unwritable
+from moet.pack.spec import Plan, parse_head, read_small
 
 JOURNAL = "journal"
 _LINE = re.compile(rb"((?:0|[1-9][0-9]{0,12}) ([0-9a-f]{16})) ([0-9a-f]{8})")
@@ -32,13 +32,6 @@ def _line(index: int, checksum: int) -> bytes:
 
 def _head(plan: Plan) -> bytes:
     return json.dumps(plan.head(), separators=(",", ":")).encode() + b"\n"
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def _parse_lines(raw: bytes, start: int) -> tuple[dict[int, int], int]:
@@ -55,7 +48,7 @@ def _parse_lines(raw: bytes, start: int) -> tuple[dict[int, int], int]:
 
 def _parse(path: Path) -> tuple[Plan, dict[int, int], int]:
     """(plan, index -> checksum, where the last good line ends)."""
-    raw = _read(path)
+    raw = read_small(path)
     head, newline, _ = raw.partition(b"\n")
     if not newline:
         raise BrokenPack(PackFault.BAD_JOURNAL, path, "it has no first line")
@@ -71,7 +64,7 @@ def read_journal(folder: Path) -> tuple[Plan, dict[int, int]]:
     """The plan of an unfinished pack and its records, index -> checksum.
 
     Raises:
-        BrokenPack: UNREADABLE, BAD_JOURNAL.
+        BrokenPack: UNREADABLE, TOO_LARGE or BAD_JOURNAL.
     """
     plan, records, _ = _parse(folder / JOURNAL)
     return plan, records

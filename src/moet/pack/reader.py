@@ -190,11 +190,16 @@ def _check_size(file: Path, wanted: int) -> None:
         raise BrokenPack(PackFault.WRONG_SIZE, file, what)
 
 
-def _check_identity(pack: Pack, checkpoint: Checkpoint, *, full: bool) -> None:
+def require_model(pack: Pack, checkpoint: Checkpoint) -> None:
+    """Raises BrokenPack, OTHER_MODEL, where the checkpoint's experts have another geometry."""
     wanted, found = pack.plan.model.as_dict(), PackModel.of(checkpoint.geometry).as_dict()
     if odd := [key for key in wanted if wanted[key] != found[key]]:
         said = f"{odd[0]} {wanted[odd[0]]!s:.60}, and {found[odd[0]]!s:.60} in {checkpoint.folder}"
         raise BrokenPack(PackFault.OTHER_MODEL, pack.folder, f"it is of another model: {said}")
+
+
+def _check_identity(pack: Pack, checkpoint: Checkpoint, *, full: bool) -> None:
+    require_model(pack, checkpoint)
     now = identify(checkpoint)
     if full and all(file.content is not None for file in pack.plan.checkpoint):
         now = with_contents(checkpoint, now)

@@ -7,6 +7,7 @@ docs/format.md has it in words. A ``Plan`` is what is known before the first byt
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ from moet.checkpoint.geometry import ModelGeometry
 from moet.checkpoint.header import strict_json
 from moet.checkpoint.keys import ExpertKey
 from moet.formats.tiling import TILE_VERSION, ExpertLayout
-from moet.pack.faults import BrokenPack, PackFault
+from moet.pack.faults import BrokenPack, PackFault, unreadable
 from moet.pack.fields import Fields
 from moet.pack.identity import CheckpointFile
 
@@ -216,18 +217,24 @@ def read_manifest(path: Path) -> tuple[Manifest, int]:
     Raises:
         BrokenPack: anything that is wrong, by name.
     """
-    raw = _read_small(path)
+    raw = read_small(path)
     _check_signature(raw, path)
     return parse_manifest(raw, path), int(raw[len(_OPENING) : len(_OPENING) + _DIGITS], 16)
 
 
-def _read_small(path: Path) -> bytes:
+def read_small(path: Path) -> bytes:
+    """The bytes of a manifest or a journal.
+
+    Raises:
+        BrokenPack: UNREADABLE or TOO_LARGE.
+    """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, for ever
+            raise BrokenPack(PackFault.UNREADABLE, path, "cannot be read: not a regular file")
         with path.open("rb") as stream:
             raw = stream.read(MOST_BYTES + 1)
     except OSError as error:
-        what = f"cannot be read: {error.strerror or error}"
-        raise BrokenPack(PackFault.UNREADABLE, path, what) from error
+        raise unreadable(path, error) from error
     if len(raw) > MOST_BYTES:
         raise BrokenPack(PackFault.TOO_LARGE, path, f"more than {MOST_BYTES} bytes")
     return raw

@@ -20,7 +20,7 @@ from moet.base.errors import UsageError
 from moet.base.log import get
 from moet.base.units import format_bytes, format_rate
 from moet.checkpoint.keys import in_file_order
-from moet.checkpoint.open import Checkpoint
+from moet.checkpoint.open import Checkpoint, open_checkpoint
 from moet.machine.memory import read_memory
 from moet.pack.blockfile import BlockFile, aligned_buffer, replace_file, sync_folder
 from moet.pack.expert_reader import ExpertReader, OpenFiles
@@ -111,13 +111,14 @@ def write_pack(
 ) -> WriteReport:
     """Writes the pack of a checkpoint, or goes on with one that was begun.
 
-    Where the pack is there already and fits the checkpoint, nothing is written.
+    Where the pack is there already and fits the checkpoint, no record is written.
 
     Args:
         checkpoint: an open one.
         folders: see ``plan_pack``.
         threads: that read, repack and write; 0: by the machine, and by the size of a record.
-        hash_contents: read all of the checkpoint at the end and keep its hash in the manifest.
+        hash_contents: read all of the checkpoint at the end and keep its hash in the manifest; in
+            that of a pack that is there, too.
         drop_cache: tell the kernel to forget the checkpoint's pages as they are read. By default
             where the files would fill more than half of the memory that is left.
         progress: called with bytes of records done and in all, a few times a second.
@@ -143,6 +144,8 @@ def write_pack(
         if not already:
             run.write(threads)
             run.finish(hash_contents=hash_contents)
+        elif hash_contents:
+            run.add_contents()
     report = WriteReport(
         folder=home,
         records=plan.records,
@@ -347,19 +350,38 @@ class _Run:
 
     def finish(self, *, hash_contents: bool) -> None:
         """The manifest, if the checkpoint is what it was."""
-        plan = self.plan
-        if hash_contents:
-            files = with_contents(self.checkpoint, plan.checkpoint, self.progress)
-            plan = replace(plan, checkpoint=files)
-        if odd := difference(plan.checkpoint, identify(self.checkpoint)):
-            raise BrokenPack(PackFault.CHANGED, self.checkpoint.folder, odd)
-        checksums = tuple(self._in_order())
-        manifest = Manifest(plan=plan, checksums=checksums)
-        replace_file(self.home / MANIFEST, manifest.to_bytes())
+        self._write_manifest(tuple(self._in_order()), hash_contents=hash_contents)
         try:
             (self.home / JOURNAL).unlink(missing_ok=True)
         except OSError as error:
             raise unwritable(self.home / JOURNAL, error, "cannot be removed") from error
+
+    def add_contents(self) -> None:
+        """The hashes of the checkpoint's files into the manifest of a pack that nobody uses."""
+        pack = open_pack(self.home, self.checkpoint)
+        if all(file.content is not None for file in pack.plan.checkpoint):
+            return
+        self.stack.enter_context(FolderLock(self.home, shared=False))
+        self.plan = pack.plan  # its files may lie in other folders than were given now
+        self._write_manifest(pack.manifest.checksums, hash_contents=True)
+
+    def _write_manifest(self, checksums: tuple[int, ...], *, hash_contents: bool) -> None:
+        plan = self.plan
+        if hash_contents:
+            files = with_contents(self.checkpoint, plan.checkpoint, self.progress)
+            plan = replace(plan, checkpoint=files)
+        self._refuse_changed()
+        manifest = Manifest(plan=plan, checksums=checksums)
+        replace_file(self.home / MANIFEST, manifest.to_bytes())
+
+    def _refuse_changed(self) -> None:
+        """The files are what they were, and what is in them lies where it was read."""
+        now = open_checkpoint(self.checkpoint.folder)
+        odd = difference(self.plan.checkpoint, identify(now))
+        if not odd and now.tensors != self.checkpoint.tensors:
+            odd = "its headers are not those that it was opened with"
+        if odd:
+            raise BrokenPack(PackFault.CHANGED, self.checkpoint.folder, odd)
 
     def _in_order(self) -> Iterable[int]:
         assert len(self.checksums) == self.plan.records

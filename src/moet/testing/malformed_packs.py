@@ -109,6 +109,11 @@ def _folder_as_manifest(folder: Path) -> None:
     (folder / MANIFEST).mkdir()
 
 
+def _pipe_as_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    os.mkfifo(folder / MANIFEST)
+
+
 def _swap_files(content: dict[str, Any]) -> None:
     content["files"][0]["name"], content["files"][1]["name"] = "experts-1.bin", "experts-0.bin"
 
@@ -128,6 +133,7 @@ PACKS: dict[str, tuple[PackFault, Spoil]] = {
     "no manifest": (_F.NO_PACK, lambda f: (f / MANIFEST).unlink()),
     "only a journal": (_F.UNFINISHED, _unfinished),
     "manifest is a folder": (_F.UNREADABLE, _folder_as_manifest),
+    "manifest is a pipe": (_F.UNREADABLE, _pipe_as_manifest),
     "manifest without end": (_F.TOO_LARGE, _huge),
     "manifest is empty": (_F.DAMAGED_MANIFEST, _raw(b"")),
     "manifest is cut": (_F.DAMAGED_MANIFEST, _cut(MANIFEST, -1)),
