@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moet.base.errors import UsageError
-from moet.cli import bench_gpu, console, lists, memory
+from moet.cli import bench_gpu, console, disk, lists, memory
 
 if TYPE_CHECKING:
     from moet.kernels.spec import ActFormat
@@ -94,5 +94,6 @@ def named(text: str) -> tuple[str, ...] | None:
 def register(parent: typer.Typer) -> None:
     """Adds the group."""
     memory.register(app)
+    disk.register(app)
     bench_gpu.register(app)
     parent.add_typer(app)
