@@ -301,7 +301,7 @@ class CpuLayer:
         out: int,
         out_type: DType,
     ) -> None:
-        """Combines rows of one or of several `run_rows_at` to what `run_at` would have made of them,
+        """Combines rows of one or several `run_rows_at` to what `run_at` would have made of them,
         bit for bit. Allocates nothing.
 
         Args:

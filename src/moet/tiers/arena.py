@@ -57,17 +57,34 @@ class Arena:
                 hint="look at vm.overcommit_memory and at `ulimit -v`",
             ) from error
         whole = np.frombuffer(mapping, dtype=np.uint8)
-        start = -whole.ctypes.data % HUGE_PAGE
-        self.bytes: NDArray[np.uint8] = whole[start : start + nbytes]
+        self._mapping: mmap.mmap | None = mapping
+        self._start = -whole.ctypes.data % HUGE_PAGE
+        self.bytes: NDArray[np.uint8] = whole[self._start : self._start + nbytes]
         self.address = int(self.bytes.ctypes.data)
         _advise_huge(mapping)
         if populate:
-            _populate(mapping, start, self.bytes)
+            self.populate(0, nbytes)
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Faults in a part, page-aligned, so that no page of it is missing later.
+
+        Raises:
+            TierError: the kernel cannot supply it.
+        """
+        assert self._mapping is not None, "closed"
+        _populate(self._mapping, self._start + offset, self.bytes[offset : offset + nbytes])
+
+    def hollow(self, offset: int, nbytes: int) -> None:
+        """Gives the pages of a part back to the kernel; it is zeros when it is used again. What a
+        reader or a card has pinned must be unpinned before: pins keep the old pages."""
+        assert self._mapping is not None, "closed"
+        self._mapping.madvise(mmap.MADV_DONTNEED, self._start + offset, nbytes)
 
     def close(self) -> None:
         """Lets go of the memory. It is unmapped when the last array that looks into it is gone, so
         that a view kept too long (by a traceback, say) reads old bytes and never a bad address."""
         self.bytes = np.empty(0, np.uint8)
+        self._mapping = None
 
 
 def _advise_huge(mapping: mmap.mmap) -> None:

@@ -17,7 +17,7 @@ class RamReservation:
 
     __slots__ = ("_open", "_tier", "address", "buffer", "key", "offset")
 
-    def __init__(self, tier: RamTier, key: ExpertKey, offset: int, nbytes: int) -> None:
+    def __init__(self, tier: ArenaTier, key: ExpertKey, offset: int, nbytes: int) -> None:
         self._tier = tier
         self._open = True
         self.key = key

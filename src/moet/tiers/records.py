@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,28 @@ from moet.base.errors import TierError
 from moet.base.units import format_bytes
 from moet.tiers.api import RECORD_ALIGNMENT, ExpertKey, Reservation, Stats
 from moet.tiers.extents import Extents
+
+
+class Room(Protocol):
+    """Who has which part of the block: ``extents.Extents``, or one that cuts it otherwise."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes in all."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nobody has."""
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free part."""
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset of so many bytes, or None."""
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Returns what ``take(nbytes)`` gave."""
 
 
 class Record:
@@ -90,16 +113,17 @@ class ArenaTier(ABC):
 
     Args:
         capacity_bytes: what records may take in all, each rounded up to 4096 bytes.
+        room: who has which part of it; extents of 4096 bytes by default.
 
     Raises:
         TierError: capacity below 1.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, room: Room | None = None) -> None:
         if capacity_bytes < 1:
             raise TierError(f"a capacity of {capacity_bytes} bytes", hint="at least 1 byte")
         capacity = -(-capacity_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
-        self._extents = Extents(capacity, RECORD_ALIGNMENT)
+        self._extents: Room = room or Extents(capacity, RECORD_ALIGNMENT)
         self._lock = threading.Lock()
         self._records: dict[ExpertKey, Record] = {}
         self._writing: set[ExpertKey] = set()
@@ -132,13 +156,15 @@ class ArenaTier(ABC):
 
     # What leases and reservations tell.
 
-    def end_lease(self, lease: ArenaLease, record: Record) -> None:
-        """Called by ``ArenaLease.release``."""
+    def end_lease(self, lease: ArenaLease, record: Record) -> bool:
+        """Called by ``ArenaLease.release``; False where that was released before."""
         with self._lock:
-            if lease._live:
-                lease._live = False
-                record.leases -= 1
-                self._leases -= 1
+            if not lease._live:
+                return False
+            lease._live = False
+            record.leases -= 1
+            self._leases -= 1
+            return True
 
     def begin_record(self, key: ExpertKey, nbytes: int) -> int:
         """Takes room for a record that is about to be written; its offset. Raises as ``reserve``.
