@@ -39,8 +39,15 @@ CARD = Card(
 Array = NDArray[Any]
 
 
+_BUILT: list[ctypes.CDLL] = []
+
+
 def build_library(folder: Path) -> ctypes.CDLL:
-    """Compiles the kernels for the host; skips the test where there is no compiler."""
+    """Compiles the kernels for the host, once a process; skips the test where there is no compiler.
+
+    The library knows nothing between two launches, so all tests can have the same one."""
+    if _BUILT:
+        return _BUILT[0]
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
@@ -48,7 +55,8 @@ def build_library(folder: Path) -> ctypes.CDLL:
     include = [f"-I{HERE}", f"-I{DEVICE}"]
     command = [compiler, *FLAGS, "-shared", "-fPIC", "-DMOET_HOST", *include]
     subprocess.run([*command, str(HERE / "runner.cpp"), "-o", str(out)], check=True)
-    return ctypes.CDLL(str(out))
+    _BUILT.append(ctypes.CDLL(str(out)))
+    return _BUILT[0]
 
 
 class HostLauncher:

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #define MOET_DEVICE [[maybe_unused]] static inline
@@ -30,7 +31,6 @@ struct Index { u32 x, y; };
 
 struct Fiber {
   void* stack_pointer;
-  std::vector<char> stack;
   u32 thread;
   bool alive;
 };
@@ -45,6 +45,9 @@ struct Meeting {
 
 inline Index thread, block, block_size, grid_size;
 inline std::vector<Fiber> fibers;
+// Kept for the next launch: to make them anew would take most of its time.
+constexpr size_t kStackBytes = 256 << 10;
+inline std::vector<std::unique_ptr<char[]>> stacks;
 inline u32 running;
 inline u64 observations;  // by this block
 inline u32 alive;
@@ -129,10 +132,10 @@ inline const u64 (*exchange(const u64 (&mine)[n]))[6] {
 }
 
 inline void start(Fiber& f, u32 index) {
-  f.stack.resize(256 << 10);
+  while (stacks.size() <= index) stacks.emplace_back(new char[kStackBytes]);
   f.thread = index;
   f.alive = true;
-  auto top = reinterpret_cast<uintptr_t>(f.stack.data() + f.stack.size()) & ~uintptr_t(15);
+  auto top = reinterpret_cast<uintptr_t>(stacks[index].get() + kStackBytes) & ~uintptr_t(15);
   auto slots = reinterpret_cast<void**>(top) - 8;  // six registers, the return address, alignment
   std::memset(slots, 0, 8 * sizeof(void*));
   slots[6] = reinterpret_cast<void*>(&fiber_main);
