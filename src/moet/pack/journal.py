@@ -46,9 +46,12 @@ def _parse_lines(raw: bytes, start: int) -> tuple[dict[int, int], int]:
     return records, start
 
 
-def _parse(path: Path) -> tuple[Plan, dict[int, int], int]:
-    """(plan, index -> checksum, where the last good line ends)."""
-    raw = read_small(path)
+def parse_journal(raw: bytes, path: Path) -> tuple[Plan, dict[int, int], int]:
+    """(plan, index -> checksum, where the last good line ends) of a journal's bytes.
+
+    Raises:
+        BrokenPack: BAD_JOURNAL.
+    """
     head, newline, _ = raw.partition(b"\n")
     if not newline:
         raise BrokenPack(PackFault.BAD_JOURNAL, path, "it has no first line")
@@ -60,13 +63,17 @@ def _parse(path: Path) -> tuple[Plan, dict[int, int], int]:
     return plan, {i: checksum for i, checksum in records.items() if i < plan.records}, end
 
 
+def _read(path: Path) -> tuple[Plan, dict[int, int], int]:
+    return parse_journal(read_small(path), path)
+
+
 def read_journal(folder: Path) -> tuple[Plan, dict[int, int]]:
     """The plan of an unfinished pack and its records, index -> checksum.
 
     Raises:
         BrokenPack: UNREADABLE, TOO_LARGE or BAD_JOURNAL.
     """
-    plan, records, _ = _parse(folder / JOURNAL)
+    plan, records, _ = _read(folder / JOURNAL)
     return plan, records
 
 
@@ -89,7 +96,7 @@ class Journal:
         self._path = folder / JOURNAL
         if not self._path.exists():
             replace_file(self._path, _head(plan))
-        before, self.records, end = _parse(self._path)
+        before, self.records, end = _read(self._path)
         if (odd := _other(before.head(), plan.head())) is not None:
             what = f"the unfinished pack that is there has {odd}"
             hint = "finish it as it was begun, or remove it: moet pack rm FOLDER"
