@@ -31,6 +31,7 @@ def run_python(text: str, *arguments: object) -> str:
     command = [sys.executable, "-c", text, *map(str, arguments)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
 
 
@@ -170,7 +171,7 @@ if child == 0:
     try:
         reader.submit([Ask(index, 0, 4096, to.ctypes.data)])
     except TierError as error:
-        os._exit(0 if "fork" in str(error) else 1)
+        sys.exit(0 if "fork" in str(error) else 1)  # an ordinary end, finalizers and all
     os._exit(2)
 assert os.waitpid(child, 0)[1] == 0
 check(reader, Path(sys.argv[1]))

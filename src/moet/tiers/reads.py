@@ -230,7 +230,10 @@ def _deliver(core: _core.Reader, waiting: dict[int, Future[Landed]]) -> None:
 
 
 def _stop(core: _core.Reader, thread: threading.Thread) -> None:
-    core.close()
+    try:
+        core.close()
+    except _core.Refusal:
+        return  # a forked child that ends: it has none of the threads
     if thread is not threading.current_thread():
         thread.join()
 
