@@ -19,7 +19,7 @@ def disk(
         str, typer.Option(help="Size of a record; the default is a DeepSeek-V4-Flash expert's.")
     ] = "13369344",
     depths: Annotated[str, typer.Option(help="Records in flight, a list.")] = "1,2,4,8",
-    size: Annotated[str, typer.Option(help="Size of the file that is written in a folder.")] = "4GiB",
+    size: Annotated[str, typer.Option(help="Size of the file written in a folder.")] = "4GiB",
     seconds: Annotated[float, typer.Option(help="A turn of each figure.")] = 1.0,
     turns: Annotated[int, typer.Option(help="Turns of each figure.")] = 3,
     queue: Annotated[int, typer.Option(help="Pieces at the disk at once.")] = 16,
