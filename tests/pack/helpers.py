@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from moet.checkpoint import Checkpoint
 from moet.hybrid.load import load, tier_bytes
+from moet.pack import blockfile
 from moet.pack.reader import Pack
+from moet.pack.writer import WriteReport, write_pack
 from moet.tiers.ram import RamTier
 
 
@@ -38,3 +44,41 @@ def in_memory(checkpoint: Checkpoint) -> dict[tuple[int, int], bytes]:
             with tier.acquire(key) as lease:
                 found[key] = lease.view().tobytes()
         return found
+
+
+class Stop(Exception):  # noqa: N818
+    """What a test raises to stop a run."""
+
+
+def stop_after(
+    count: int, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> Callable[[], int]:
+    """Lets ``count`` writes of records pass and later ones fail; returns how many passed."""
+    pwrite, done = os.pwrite, [0]
+
+    def failing(fd: int, data: Any, offset: int) -> int:
+        if done[0] >= count:
+            raise error
+        done[0] += 1
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(blockfile.os, "pwrite", failing)
+    return lambda: done[0]
+
+
+def interrupted(toy: Checkpoint, place: Path, count: int = 6) -> Path:
+    """An unfinished pack with ``count`` records."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(count, patch, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            write_pack(toy, [place], threads=1)
+    (folder,) = place.iterdir()
+    return folder
+
+
+def finish(toy: Checkpoint, place: Path) -> WriteReport:
+    """Goes on, and compares with a pack that was written at once."""
+    report = write_pack(toy, [place])
+    whole = write_pack(toy, [place.parent / "whole"]).folder
+    assert content(report.folder) == content(whole)
+    return report
