@@ -2,7 +2,8 @@
 
 Takes turns with plain reads of the checkpoint's largest file and plain writes to FOLDER, of blocks
 as large as a record, past the page cache, by as many threads: the disk's own speed in the same run.
-The checkpoint's pages are dropped from the cache before every turn.
+Both are measured alone and at once, since a disk may share its speed between them, and a pack is
+read and written at once. The checkpoint's pages are dropped from the cache before it is packed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,6 +73,14 @@ def plain_write(folder: Path, nbytes: int, total: int) -> float:
         path.unlink(missing_ok=True)
 
 
+def at_once(checkpoint: Checkpoint, folder: Path, nbytes: int, total: int) -> float:
+    """The slower of a plain read and a plain write that run together."""
+    with ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(plain_read, checkpoint, nbytes)
+        writing = pool.submit(plain_write, folder, nbytes, total)
+        return min(reading.result(), writing.result())
+
+
 def drop_cache(checkpoint: Checkpoint) -> None:
     """The kernel forgets the checkpoint's pages."""
     for file in checkpoint.shards.files:
@@ -86,6 +96,7 @@ def turn(checkpoint: Checkpoint, folder: Path) -> Row:
     nbytes = plan.layout.record_bytes
     row = {"read": plain_read(checkpoint, nbytes)}
     row["write"] = plain_write(folder, nbytes, plan.nbytes)
+    row["at_once"] = at_once(checkpoint, folder, nbytes, plan.nbytes)
     drop_cache(checkpoint)
     busy = time.process_time()
     report = write_pack(checkpoint, [folder], threads=THREADS, drop_cache=True)
@@ -95,8 +106,9 @@ def turn(checkpoint: Checkpoint, folder: Path) -> Row:
     row["check"] = checked.nbytes / checked.seconds
     shutil.rmtree(report.folder)
     rates = {f"{name}_gb_s": rate / 1e9 for name, rate in row.items()}
-    ratio = row["pack"] / min(row["read"], row["write"])
-    return {"kind": "turn", **rates, "ratio": ratio, "pack_cpu_seconds": cpu}
+    ratios = {"of_slower": row["pack"] / min(row["read"], row["write"])}
+    ratios["of_at_once"] = row["pack"] / row["at_once"]
+    return {"kind": "turn", **rates, **ratios, "pack_cpu_seconds": cpu}
 
 
 def main(model: str, folder: Path, out: Path) -> None:
