@@ -6,7 +6,7 @@ thread-safe: whoever has one guards it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,17 @@ from moet.tiers.policy import (
     over_protected,
     victim,
 )
+
+WINDOW_BYTES: Final = 64 << 20
+"""Of the window: enough reads at once for any disk."""
+MOST_WINDOW: Final = 16
+"""Slots of it, where records are small."""
+
+
+def window_slots(slots: int, slot_bytes: int) -> int:
+    """Slots of the window where nobody has said how many."""
+    enough = max(2, -(-WINDOW_BYTES // slot_bytes))
+    return max(1, min(slots // 4, enough, MOST_WINDOW))
 
 
 class Room(NamedTuple):
