@@ -44,6 +44,8 @@ READ_PASSES: Final = 5
 READ_BYTES: Final = 4 << 30
 
 WARM_UP: Final = 3
+TURNS: Final = 5
+"""Card and CPU together, then the CPU alone on the same calls: so often in a row of the table."""
 
 Progress = Callable[[str, float], None]
 
@@ -220,9 +222,9 @@ class _Measurement:
         )  # fmt: skip
         load = self.rig.pin(calls)
         try:
-            hybrid, busy, single = self._hybrid(load)
-            card = self._laps(self.rig.card_graph(self.tokens), 0, load)
-            cpu = self._cpu(calls)
+            hybrid, busy, cpu = self._in_turns(load, calls)
+            single = self._one_at_a_time(load)
+            card = self._alone(self.rig.card_graph(self.tokens), load)
             trip, in_trip = self._round_trip(1, 1)
             moved, _ = self._round_trip(self.tokens, self._asked())
         finally:
@@ -250,23 +252,55 @@ class _Measurement:
         top_k = self.options.spec.top_k
         return min(top_k, round(top_k * (100 - self.percent) / 100))
 
-    def _laps(self, graph: Graph, posts: int, load: Callable[[int], None]) -> list[float]:
-        """Microseconds a layer of each replay; closes the graph."""
-        mailbox = self.rig.mailbox
+    def _laps(
+        self, graph: Graph, posts: int, load: Callable[[int], None], numbers: range
+    ) -> list[float]:
+        """Microseconds a layer of the replays of these calls; a few before them are not counted."""
+        mailbox, first = self.rig.mailbox, numbers.start - WARM_UP
 
         def replay(number: int) -> None:
             if posts:
                 mailbox.announce(posts)
             graph.replay()
 
-        laps = self.rig.gpu.laps(self.rig.stream, self.options.replays + WARM_UP, load, replay)
+        count = len(numbers) + WARM_UP
+        laps = self.rig.gpu.laps(self.rig.stream, count, lambda n: load(first + n), replay)
         mailbox.check()
-        graph.close()
         return [1e3 * lap / self.options.layers for lap in laps[WARM_UP:]]
 
-    def _hybrid(self, load: Callable[[int], None]) -> tuple[list[float], float, float]:
-        """Of the hybrid graph: its laps, the CPU's time in a layer, and a layer's time where each
-        step is launched when the one before it is over, launch and wake-up included."""
+    def _alone(self, graph: Graph, load: Callable[[int], None]) -> list[float]:
+        """Laps of a graph that asks nobody; closes it."""
+        laps = self._laps(graph, 0, load, self._numbers)
+        graph.close()
+        return laps
+
+    @property
+    def _numbers(self) -> range:
+        return range(WARM_UP, WARM_UP + self.options.replays)
+
+    def _in_turns(
+        self, load: Callable[[int], None], calls: Calls
+    ) -> tuple[list[float], float, float]:
+        """The hybrid graph's laps, the CPU's time in a layer of it, and the CPU alone: a few
+        replays, then the same calls without a card, and so on, since a host's memory is not equally
+        fast at all times."""
+        graph, posts = self.rig.hybrid_graph(self.tokens)
+        numbers, each = self._numbers, -(-self.options.replays // TURNS)
+        laps: list[float] = []
+        alone: list[float] = []
+        busy = 0.0
+        for start in range(numbers.start, numbers.stop, each):
+            turn = range(start, min(start + each, numbers.stop))
+            more, in_step = self._answered(graph, posts, load, turn)
+            laps += more
+            busy += in_step * len(turn) / len(numbers)
+            alone += self._cpu(calls, turn)
+        graph.close()
+        return laps, busy, median(alone) if alone else 0.0
+
+    def _one_at_a_time(self, load: Callable[[int], None]) -> float:
+        """Microseconds a layer where each step is launched when the one before it is over, launch
+        and wake-up included."""
         mailbox, rig = self.rig.mailbox, self.rig
         graph, posts = rig.hybrid_graph(self.tokens)
         singles = []
@@ -279,35 +313,39 @@ class _Measurement:
             rig.gpu.synchronise()
             singles.append(time.perf_counter() - start)
             mailbox.check()
-        laps, in_step = self._answered(graph, posts, load)
-        return laps, in_step, 1e6 * median(singles) / self.options.layers
+        graph.close()
+        return 1e6 * median(singles) / self.options.layers
 
     def _answered(
-        self, graph: Graph, posts: int, load: Callable[[int], None]
+        self, graph: Graph, posts: int, load: Callable[[int], None], numbers: range
     ) -> tuple[list[float], float]:
         """A graph's laps, and microseconds that the CPU spent in one of its answers."""
         mailbox = self.rig.mailbox
         busy, answered = mailbox.busy_seconds, mailbox.answered
-        laps = self._laps(graph, posts, load)
+        laps = self._laps(graph, posts, load, numbers)
         answers = mailbox.answered - answered
         return laps, 1e6 * (mailbox.busy_seconds - busy) / answers if answers else 0.0
 
-    def _cpu(self, calls: Calls) -> float:
-        """Microseconds a layer of the CPU alone, the median."""
+    def _cpu(self, calls: Calls, numbers: range) -> list[float]:
+        """Microseconds a layer of the CPU alone, for some of these calls."""
         if not (calls.asked >= 0).any():
-            return 0.0
+            return []
+        most = -(-self.options.cpu_passes // TURNS)
+        chosen = numbers[:: max(1, len(numbers) // most)][:most]
         seconds = []
         with pinned(self.rig.pool.cpus[0]):
-            for number in range(WARM_UP + self.options.cpu_passes):
+            self.rig.answer_alone(calls, numbers.start)
+            for number in chosen:
                 start = time.perf_counter()
                 self.rig.answer_alone(calls, number)
                 seconds.append(time.perf_counter() - start)
-        return 1e6 * median(seconds[WARM_UP:]) / self.options.layers
+        return [1e6 * second / self.options.layers for second in seconds]
 
     def _round_trip(self, tokens: int, asked: int) -> tuple[float, float]:
         """Microseconds of a post, its answer and a combine; and the CPU's of them."""
         graph, posts = self.rig.mail_graph(tokens, asked)
-        laps, answer = self._answered(graph, posts, lambda number: None)
+        laps, answer = self._answered(graph, posts, lambda number: None, self._numbers)
+        graph.close()
         return median(laps) * self.options.layers / step_rig.ROUND_TRIPS, answer
 
 

@@ -2,19 +2,34 @@
 #pragma once
 #include "layout.cuh"
 
-// --- combine: section 6
-
 constexpr u32 kBatch = 8;  // slots whose rows are loaded before the first is added
 
 enum SlotState { kImpossible = -1, kSkipped = 0, kOnCard = 1, kFromHost = 2 };
 
-MOET_DEVICE SlotState slot_state(const CombineParams& p, int id, bool host_failed) {
+MOET_DEVICE SlotState slot_state(const CombineParams& p, int id) {
   if (id < 0) return kSkipped;
   if (static_cast<u32>(id) >= p.experts) return kImpossible;
   const u64 address = p.table[id];
   if (address == kForeign) return kSkipped;
   if (address != kElsewhere || p.elsewhere == kInRows) return kOnCard;
-  return p.elsewhere == kOnHost && !host_failed ? kFromHost : kImpossible;
+  return p.elsewhere == kOnHost ? kFromHost : kImpossible;
+}
+
+// What the routing says of some slots: older than the kernels that the rows are waited for.
+struct Slots {
+  SlotState states[kBatch];
+  float weights[kBatch];
+};
+
+MOET_DEVICE Slots read_slots(const CombineParams& p, u64 slots, u32 begin) {
+  Slots s;
+#pragma unroll
+  for (u32 i = 0; i < kBatch; ++i) {
+    const bool there = begin + i < p.top_k;
+    s.states[i] = there ? slot_state(p, p.ids[slots + begin + i]) : kSkipped;
+    s.weights[i] = there ? p.weights[slots + begin + i] : 0.0f;
+  }
+  return s;
 }
 
 // Four elements of a row that the CPU has left in host memory.
@@ -43,37 +58,43 @@ MOET_DEVICE void store_output(const CombineParams& p, u64 at, float (&v)[4]) {
                       canonical(v[3]));
 }
 
+// Adds the rows of some slots. A slot that nobody can compute makes the sum NaN.
+MOET_DEVICE void add_rows(const CombineParams& p, Slots& s, u64 routing, u32 first, float (&sum)[4]) {
+  const bool host_failed = p.elsewhere == kOnHost && *p.failed != 0;
+  float4 rows[kBatch];
+#pragma unroll
+  for (u32 i = 0; i < kBatch; ++i) {
+    const u64 at = (routing + i) * p.hidden + first;
+    if (s.states[i] == kFromHost && host_failed) s.states[i] = kImpossible;
+    rows[i] = float4{0, 0, 0, 0};
+    if (s.states[i] == kOnCard) rows[i] = *reinterpret_cast<const float4*>(p.rows + at);
+    if (s.states[i] == kFromHost) rows[i] = host_row(p, at);
+  }
+#pragma unroll
+  for (u32 i = 0; i < kBatch; ++i) {
+    if (s.states[i] == kSkipped) continue;
+    const float w = s.states[i] > 0 ? s.weights[i] : __uint_as_float(kNan);
+    sum[0] = __fmaf_rn(w, rows[i].x, sum[0]);
+    sum[1] = __fmaf_rn(w, rows[i].y, sum[1]);
+    sum[2] = __fmaf_rn(w, rows[i].z, sum[2]);
+    sum[3] = __fmaf_rn(w, rows[i].w, sum[3]);
+    if (s.states[i] < 0 && first == 0) atomicAdd(p.status, 1u);
+  }
+}
+
 // Grid: (ceil(H / 512), T); one thread four elements.
 MOET_KERNEL(128, 8) moet_combine(const __grid_constant__ CombineParams p) {
   const u32 first = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
   const u64 token = blockIdx.y, slots = token * p.top_k;
+  Slots batch = read_slots(p, slots, 0);
   wait_for_earlier_kernels();
   let_next_kernel_start();
   if (first >= p.hidden) return;
-  const bool host_failed = p.elsewhere == kOnHost && *p.failed != 0;
   float sum[4] = {};
-  for (u32 begin = 0; begin < p.top_k; begin += kBatch) {
-    float4 rows[kBatch];
-    SlotState states[kBatch];
-#pragma unroll
-    for (u32 i = 0; i < kBatch; ++i) {
-      const u32 slot = begin + i;
-      const u64 at = (slots + slot) * p.hidden + first;
-      states[i] = slot < p.top_k ? slot_state(p, p.ids[slots + slot], host_failed) : kSkipped;
-      rows[i] = float4{0, 0, 0, 0};
-      if (states[i] == kOnCard) rows[i] = *reinterpret_cast<const float4*>(p.rows + at);
-      if (states[i] == kFromHost) rows[i] = host_row(p, at);
-    }
-#pragma unroll
-    for (u32 i = 0; i < kBatch; ++i) {
-      if (states[i] == kSkipped) continue;
-      const float w = states[i] > 0 ? p.weights[slots + begin + i] : __uint_as_float(kNan);
-      sum[0] = __fmaf_rn(w, rows[i].x, sum[0]);
-      sum[1] = __fmaf_rn(w, rows[i].y, sum[1]);
-      sum[2] = __fmaf_rn(w, rows[i].z, sum[2]);
-      sum[3] = __fmaf_rn(w, rows[i].w, sum[3]);
-      if (states[i] < 0 && first == 0) atomicAdd(p.status, 1u);
-    }
+  add_rows(p, batch, slots, first, sum);
+  for (u32 begin = kBatch; begin < p.top_k; begin += kBatch) {
+    batch = read_slots(p, slots, begin);
+    add_rows(p, batch, slots + begin, first, sum);
   }
   store_output(p, token * p.hidden + first, sum);
 }
