@@ -3,10 +3,10 @@
     python benchmarks/hybrid_transformers.py [--prompts N] [--tokens N] [--shares 0 0.3 1]
 
 Held-out prompts of the demo are answered greedily with none, a part and all of the experts on the
-card, and with none once more, token by token in eager mode, then with the decode step replayed from a
-CUDA graph. Tokens and log-probabilities of every share must equal those of the first with ==; so
-must those of graph and eager mode. Beside it, for scale: how many answers are right, and how far the same model on the CPU
-alone is (its attention is another machine's arithmetic, so not bit for bit).
+card, and with none once more, token by token in eager mode, then with the decode step replayed from
+a CUDA graph. Tokens and log-probabilities of every share must equal those of the first with ==; so
+must those of graph and eager mode. Beside it, for scale: how many answers are right, and how far the
+same model on the CPU alone is (its attention is another machine's arithmetic, not bit for bit).
 
 Writes `benchmarks/records/hybrid-transformers.json`; ends with status 1 where anything differs.
 """
@@ -36,8 +36,8 @@ Row = dict[str, Any]
 
 
 def repeatable() -> None:
-    """Makes torch's own part of the model the same in every run: attention in plain matrix products,
-    since the fused kernels on the card were seen to differ in a bit between two runs of the same."""
+    """Makes torch's own part of the model the same in every run: attention in plain matrix
+    products, since with fused kernels two runs of the same were seen to differ in a bit."""
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
