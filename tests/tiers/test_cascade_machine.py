@@ -36,10 +36,11 @@ some_keys = st.lists(st.integers(0, EXPERTS - 1), min_size=1, unique=True)
 
 @dataclass
 class Open:
-    """A call that is under way: what is still to come, and the leases of its last group."""
+    """A call that is under way: what is still to come, what of it may fail, and its last group."""
 
     call: Wanted
     left: set[ExpertKey]
+    may_fail: set[ExpertKey]
     group: list[Lease] = field(default_factory=list)
 
 
@@ -53,7 +54,7 @@ class CascadeMachine(RuleBasedStateMachine):
         self.turn_s, module._TURN_S = module._TURN_S, 0.0
         self.now = 0.0
         self.bad: set[ExpertKey] = set()
-        self.remembered: dict[ExpertKey, float] = {}
+        self.remembered: set[ExpertKey] = set()
         self.held: list[Lease] = []
         self.calls: list[Open] = []
         self.below = MemoryBelow(RECORDS, lambda key: key in self.bad)
@@ -100,14 +101,8 @@ class CascadeMachine(RuleBasedStateMachine):
     @rule(layer=st.integers(0, LAYERS - 1), experts=some_keys, prefill=st.booleans())
     def begin(self, layer: int, experts: list[int], prefill: bool) -> None:
         keys = [ExpertKey(layer, e) for e in experts]
-        self.note_attempts(keys)
         call = self.made.want(keys, prefill)
-        self.calls.append(Open(call, set(keys)))
-
-    def note_attempts(self, keys: list[ExpertKey]) -> None:
-        for key in keys:
-            if key in self.bad:
-                self.remembered.setdefault(key, self.now)
+        self.calls.append(Open(call, set(keys), self.remembered & set(keys)))
 
     @precondition(lambda self: getattr(self, "calls", None))
     @rule(data=st.data())
@@ -115,29 +110,28 @@ class CascadeMachine(RuleBasedStateMachine):
         """The next group of any call: its bytes, or failures that were asked for."""
         one = self.calls[data.draw(st.integers(0, len(self.calls) - 1))]
         self.let_go(one)
-        if self.stuck() and not self.has_news(one.call):
+        there = self.made.resident().keys()
+        if self.stuck() and not self.can_go_on(one.call):
             with pytest.raises(TierError, match="leased for"):
                 self.made.next_group(one.call)
-            return
-        one.group = self.made.next_group(one.call)
+        else:
+            one.group = self.made.next_group(one.call)
+            if not one.group:
+                assert one.left == one.call.failed.keys() & one.left, "all came or failed"
+                one.call.close()
+                self.calls.remove(one)
         came = {lease.key for lease in one.group}
+        failed = one.call.failed.keys() & one.left
         assert came <= one.left
-        one.left -= came
-        for key in one.call.failed.keys() & one.left:
-            assert key in self.bad or key in self.remembered, "nothing fails that was not made to"
-            self.remembered[key] = self.now
-            one.left.discard(key)
-        if not one.group:
-            assert not one.left, "all came or failed"
-            one.call.close()
-            self.calls.remove(one)
+        assert came & self.bad <= there, "what cannot be read does not come"
+        assert failed <= one.may_fail, "nothing fails that was not made to"
+        one.left -= came | failed
 
-    def has_news(self, call: Wanted) -> bool:
-        """Whether a call can go on with no slot to spare."""
-        place, failures = self.made._placement, self.made._failures
-        return not call.todo or any(
-            place.there[i] or failures.why(i, call.failures) is not None for i in call.todo
-        )
+    def can_go_on(self, call: Wanted) -> bool:
+        """Whether a call needs no slot: something is there for it, or all the rest has failed."""
+        place = self.made._placement
+        failed = [self.made._failures.why(i, call.failures) is not None for i in call.todo]
+        return bool(place.there[call.todo].any()) or all(failed)
 
     @precondition(lambda self: getattr(self, "calls", None))
     @rule(data=st.data())
@@ -148,13 +142,12 @@ class CascadeMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS))
     def hold(self, key: ExpertKey) -> None:
-        self.note_attempts([key])
         there, stuck = key in self.made.resident(), self.stuck()
         try:
             self.held.append(self.made.acquire(key))
         except TierError:
             assert not there, "what is in memory can always be leased"
-            assert stuck or key in self.bad or key in self.remembered
+            assert stuck or key in self.remembered
 
     @precondition(lambda self: getattr(self, "held", None))
     @rule(data=st.data())
@@ -175,6 +168,9 @@ class CascadeMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def break_one(self, key: ExpertKey) -> None:
         self.bad.add(key)
+        self.remembered.add(key)
+        for one in self.calls:
+            one.may_fail |= {key} & one.left
 
     @rule()
     def mend(self) -> None:
@@ -184,7 +180,7 @@ class CascadeMachine(RuleBasedStateMachine):
     def time_passes(self) -> None:
         """After that, what is whole is read again."""
         self.now += REMEMBER_S + 1
-        self.remembered = {key: at for key, at in self.remembered.items() if key in self.bad}
+        self.remembered = set(self.bad)
 
     @rule()
     def forgive(self) -> None:

@@ -419,6 +419,10 @@ class Cascade:
     def __contains__(self, key: object) -> bool:
         return key in self._records
 
+    def nbytes(self, key: ExpertKey) -> int:
+        """Size of a record that is there, in memory or not."""
+        return self._records.sizes[self._records.number(key)]
+
     def keys(self) -> Iterator[ExpertKey]:
         """Keys of all records, in memory or not."""
         return iter(self._records.keys)

@@ -115,9 +115,9 @@ class Placement:
         self.ledger.use(self.policy, ids, sweep)
         self.hinted[ids] = False
         self._cap_protected()
-        for i, swept in zip(ids.tolist(), sweep.tolist(), strict=True):
-            if self.ledger.part[i] == Part.WINDOW:
-                self.ledger.part[i] = self._part_for(i, self.free(), sweep=swept)
+        for at in np.flatnonzero(self.ledger.part[ids] == Part.WINDOW):
+            i = int(ids[at])
+            self.ledger.part[i] = self._part_for(i, self.free(), sweep=bool(sweep[at]))
 
     def _part_for(self, newcomer: int, free: Mask, *, sweep: bool) -> Part:
         """The part that a newcomer joins. Whoever it displaces moves to the window."""

@@ -148,13 +148,13 @@ class Ledger:
             sweep: which of them only prefill asked for.
         """
         self.number += 1
-        counted = ids[~sweep] if policy.resists_sweeps else ids
-        window = ids[self.part[ids] <= Part.WINDOW]
-        self.last[window] = self.number  # the window is in LRU order for everybody
+        decoded = ids if not sweep.any() else ids[~sweep]
+        counted = decoded if policy.resists_sweeps else ids
         self.last[counted] = self.number
+        if counted.size < ids.size:  # the window is in LRU order for everybody
+            self.last[ids[self.part[ids] <= Part.WINDOW]] = self.number
         if counted.size:
             self._count(policy, counted)
-        decoded = ids[~sweep]
         if policy.protected:
             again = decoded[(self.part[decoded] == Part.PROBATION) & self.proven[decoded]]
             self.part[again] = Part.PROTECTED
@@ -162,7 +162,8 @@ class Ledger:
 
     def _count(self, policy: Policy, ids: Ids) -> None:
         layers = self.layers[ids]
-        self.calls[np.unique(layers)] += 1
+        of_one = bool((layers == layers[0]).all())
+        self.calls[layers[:1] if of_one else np.unique(layers)] += 1
         ages = self.calls[layers] / policy.half_life - self._origin
         while ages.max() > _REBASE:
             self.score *= 2.0**-_REBASE

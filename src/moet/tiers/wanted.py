@@ -32,6 +32,7 @@ class Wanted:
         """Those that the cascade had seen when the call began."""
         self.failed: dict[ExpertKey, MoetError] = {}
         self.stalled_s = 0.0
+        self._group: list[Lease] = []
 
     def __iter__(self) -> Iterator[list[Lease]]:
         """Groups of leases.
@@ -39,15 +40,21 @@ class Wanted:
         Raises:
             TierError: the cascade was closed, or others lease every slot for too long.
         """
-        while group := self._cascade.next_group(self):
-            try:
-                yield group
-            finally:
-                for lease in group:
-                    lease.release()
+        while True:
+            self._release()
+            self._group = self._cascade.next_group(self)
+            if not self._group:
+                return
+            yield self._group
+
+    def _release(self) -> None:
+        for lease in self._group:
+            lease.release()
+        self._group = []
 
     def close(self) -> None:
-        """Gives up on what has not come; the second time does nothing."""
+        """Releases what it has and gives up on what has not come; a second time does nothing."""
+        self._release()
         self._cascade.give_up(self)
 
     def __enter__(self) -> Wanted:
