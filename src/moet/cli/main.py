@@ -50,9 +50,9 @@ _debug = False
 
 
 def _register() -> None:
-    from moet.cli import bench, chat, doctor, pack, serve, synth, verify, version
+    from moet.cli import bench, chat, doctor, pack, replay, serve, synth, verify, version
 
-    for module in (serve, chat, doctor, pack, verify, bench, synth, version):
+    for module in (serve, chat, doctor, pack, verify, bench, replay, synth, version):
         module.register(app)
 
 

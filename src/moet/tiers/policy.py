@@ -66,7 +66,7 @@ class Policy:
     """
 
     order: Order
-    half_life: float = 512.0
+    half_life: float = 128.0
     prior: float = 0.0
     protected: float = 0.0
     admission: bool = False
