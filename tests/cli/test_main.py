@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from moet.cli import console
 from moet.cli import main as cli
 from moet.machine.versions import version_of
 
@@ -33,7 +39,9 @@ ERRORS = {
     "serve nosuch": "error: nosuch is not a folder here\n"
     "hint: give the folder of a downloaded checkpoint, or: moet serve demo\n",
     "serve org/model": "error: org/model is not a folder here\n"
-    "hint: give the folder of a downloaded checkpoint, or: moet serve demo\n",
+    "hint: download it: hf download org/model --local-dir model, then: moet serve ./model\n",
+    "serve demo --prot 9": "error: neither moet nor vLLM knows --prot\nhint: did you mean --port?",
+    "synth qwen3-30b-a3b": "error: qwen3-30b-a3b has 17.21 GiB\nhint: name a FOLDER, or cut it: ",
     "serve demo --host 0.0.0.0": "error: --host 0.0.0.0 opens the server to others without an "
     "API key\nhint: set MOET_API_KEY (or --api-key), or leave --host out to serve this machine "
     "only\n",
@@ -166,6 +174,7 @@ def test_help_goes_to_stdout_and_fits_a_terminal(moet: Moet, command: str) -> No
 
 def test_version_is_data(moet: Moet) -> None:
     done = moet("version")
+    assert moet("--version").stdout == done.stdout
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"moet {version_of('moet')} (python 3.")
 
@@ -187,6 +196,42 @@ def test_help_needs_not_even_numpy() -> None:
     code = "import sys, moet.cli.main as m; m.run(['--help']); sys.exit('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0
+
+
+def test_a_clone_s_script_is_named_in_hints_and_usage(moet: Moet) -> None:
+    name = {"MOET_PROGRAM": "./moet"}
+    assert "or: ./moet serve demo\n" in moet("serve", "nosuch", **name).stderr
+    assert "hint: ./moet serve --help\n" in moet("serve", **name).stderr
+    assert moet("--help", **name).stdout.startswith("Usage: ./moet [OPTIONS]")
+
+
+def test_calls_of_every_command_are_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOET_PROGRAM", "./moet")
+    names = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert set(names) <= set(console.COMMANDS)
+    kept = "moet serves; moet reads it too; ./moet doctor; /opt/moet serve"
+    assert console.called(kept) == kept
+    assert console.called("(moet chat)") == "(./moet chat)"
+
+
+def test_a_terminal_gets_lines_folded_at_blanks() -> None:
+    """A pseudo-terminal of 80 columns: no word is torn, and what follows ^C has its own line."""
+    code = (
+        "from moet.cli import console; from moet.base.errors import MoetError;"
+        "console.show_error(MoetError('e', hint='word ' * 30)); console.leave_line();"
+        "console.say('stopping')"
+    )
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    variables = {**kept, "TERM": "dumb"}
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, env=variables, check=True)
+    os.close(theirs)
+    lines = os.read(ours, 4096).decode().replace("\r", "").splitlines()
+    os.close(ours)
+    assert max(map(len, lines)) <= 80
+    assert set(" ".join(lines[1:-2]).split()) == {"hint:", "word"}
+    assert lines[-2:] == ["", "stopping"]
 
 
 def test_colour_where_it_is_asked_for(moet: Moet) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from moet.base.errors import UsageError
 
 PREFIX = "MOET_"
+PROGRAM = "MOET_PROGRAM"
 MAILBOXES = ("auto", "poll", "memop", "hostfunc")
 IO_MODES = ("auto", "uring", "threads")
 
@@ -32,6 +33,7 @@ class Settings:
             an error.
         heartbeat: the heartbeat page of the server that started this process; set by ``moet
             serve`` for its children, empty elsewhere.
+        program: what the user calls this program, for hints; set by a clone's script ``./moet``.
     """
 
     isa: str = ""
@@ -42,6 +44,7 @@ class Settings:
     api_key: str = ""
     io: str = "auto"
     heartbeat: str = ""
+    program: str = "moet"
 
 
 def _parse(name: str, kind: object, text: str) -> object:
@@ -98,6 +101,11 @@ def require_key(key: str, name: str) -> None:
     if not all("!" <= char <= "~" for char in key):
         hint = "take a key of ASCII letters, digits and signs, without blanks"
         raise UsageError(f"{name} has characters that an HTTP header cannot carry", hint=hint)
+
+
+def program() -> str:
+    """What the user calls this program; read alone, for a wrong setting is told by that name."""
+    return os.environ.get(PROGRAM) or "moet"
 
 
 def runtime_dir() -> Path | None:

@@ -43,7 +43,7 @@ def cpu(
     ] = "all",
     json: Annotated[bool, typer.Option("--json", help="The record as JSON.")] = False,
 ) -> int:
-    """Time one MoE layer on the CPU against the read bandwidth of the same run.
+    """Time one MoE layer on the CPU beside its read bandwidth.
 
     The layer is DeepSeek-V4-Flash's unless sizes are given. MOET_ISA forces an instruction set.
     """

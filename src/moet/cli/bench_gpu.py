@@ -41,7 +41,7 @@ def step(
     device: Device = 0,
     json: Json = False,
 ) -> int:
-    """Time steps in which card and CPU share the experts, against what each can do alone.
+    """Time steps that card and CPU share, beside each alone.
 
     Per way to wait, share and tokens, in microseconds a layer: the hybrid step (one CUDA graph of
     all layers, new random experts in every replay), the card alone, the CPU alone, the mailbox
@@ -97,11 +97,11 @@ def moe(
     device: Device = 0,
     json: Json = False,
 ) -> int:
-    """Time the GPU's kernels alone, all experts on the card, against a read-only kernel.
+    """Time the GPU's kernels alone beside a read-only kernel.
 
-    From top-k ids to combined rows, routing included, in CUDA graphs over new random experts.
-    Others are measured elsewhere in the same session; their file names the layer (hidden,
-    intermediate, experts, top_k) and has results of who, tokens and us.
+    All experts are on the card. From top-k ids to combined rows, routing included, in CUDA graphs
+    over new random experts. Others are measured elsewhere in the same session; their file names the
+    layer (hidden, intermediate, experts, top_k) and has results of who, tokens and us.
     """
     from moet.bench import moe as bench
     from moet.bench.render_gpu import render_moe

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moet.base import jsontext
+from moet.base import env, jsontext
 from moet.base.errors import MoetError
 from moet.base.report import Finding, Level
 
@@ -17,6 +19,14 @@ PIPE_WIDTH = 120  # columns of a table that is written into a file or a pipe
 
 STYLES = {Level.OK: "green", Level.INFO: "cyan", Level.WARN: "yellow", Level.ERROR: "bold red"}
 MARKS = {Level.OK: "ok", Level.INFO: "info", Level.WARN: "warn", Level.ERROR: "error"}
+
+COMMANDS = ("serve", "chat", "doctor", "pack", "verify", "bench", "synth", "replay", "version")
+_CALL = re.compile(rf"(?<![\w./-])moet (?=(?:{'|'.join(COMMANDS)})\b|--debug|--help)")
+
+
+def called(text: str) -> str:
+    """A text with calls of moet as they have to be typed: ``./moet serve demo`` in a clone."""
+    return _CALL.sub(lambda _: f"{env.program()} ", text)
 
 
 def _console(*, stderr: bool) -> Console:
@@ -42,27 +52,46 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_line(text: str) -> None:
+    """A line of data: folded at blanks where a person reads it, one line elsewhere."""
+    if sys.stdout.isatty():
+        out().print(Text(text))
+    else:
+        write(f"{text}\n")
+
+
 def write_json(value: Any) -> None:
     """One JSON value to stdout, indented."""
     write(jsontext.dumps(value) + "\n")
 
 
 def say(message: str, style: str = "") -> None:
-    """A line of talk."""
-    err().print(Text(message, style=style))
+    """A line of talk, below the data that came before it."""
+    with suppress(OSError):  # told when the program ends: the data is kept until then
+        sys.stdout.flush()
+    err().print(Text(called(message), style=style))
+
+
+def leave_line() -> None:
+    """After a ctrl-C on a terminal: what follows begins on a line of its own, below ``^C``."""
+    if sys.stderr.isatty():
+        err().print()
 
 
 def show_error(error: MoetError) -> None:
     """``error: ...`` and ``hint: ...`` on stderr."""
     tell("error", "bold red", str(error))
     if error.hint:
-        tell("hint", "cyan", error.hint)
+        tell("hint", "cyan", called(error.hint))
 
 
 def tell(label: str, style: str, message: str) -> None:
-    """``label: message`` on stderr, broken at blanks only and never cut."""
+    """``label: message`` on stderr: folded at blanks on a terminal, one line elsewhere."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    stream = err()
     line = Text.assemble((f"{label}:", style), " ", message)
-    err().print(line, soft_wrap=True)
+    stream.print(line, soft_wrap=not sys.stderr.isatty())
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:
@@ -71,7 +100,7 @@ def facts(rows: list[tuple[str, str]]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(called(value)))
     return table
 
 
@@ -84,8 +113,8 @@ def findings(report: list[Finding]) -> Table:
     for finding in report:
         text = Text(finding.fact)
         if finding.consequence:
-            text.append(f"\n{finding.consequence}", style="dim")
+            text.append(f"\n{called(finding.consequence)}", style="dim")
         if finding.fix:
-            text.append("\nfix: ", style="cyan").append(finding.fix)
+            text.append("\nfix: ", style="cyan").append(called(finding.fix))
         table.add_row(Text(MARKS[finding.level], STYLES[finding.level]), finding.topic, text)
     return table

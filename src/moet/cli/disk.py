@@ -26,10 +26,11 @@ def disk(
     piece: Annotated[str, typer.Option(help="Size of a piece.")] = "1MiB",
     json: Annotated[bool, typer.Option("--json", help="The record as JSON.")] = False,
 ) -> int:
-    """Time random reads of whole experts against reading the same file from end to end.
+    """Time random reads of experts beside a plain read of the file.
 
-    Reads past the page cache, as serving does, by io_uring and by threads unless MOET_IO names one.
-    In a folder a file of random bytes is written first, and removed at the end.
+    Whole experts, against the same file from end to end. Reads past the page cache, as serving
+    does, by io_uring and by threads unless MOET_IO names one. In a folder a file of random bytes is
+    written first, and removed at the end.
     """
     from moet.base import env
     from moet.base.units import parse_bytes

@@ -33,13 +33,28 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from moet.cli.version import version
+
+        version()
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="As `moet version`.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
 ) -> None:
     """Serve Mixture-of-Experts models that do not fit on your card: the experts, bit for bit.
 
     Data goes to stdout, everything else to stderr. Exit status: 0 well, 1 a bad answer, 2 an error.
+    In a clone, ./moet test [pytest arguments] runs the tests.
     """
     global _debug  # noqa: PLW0603  (read by main() after the command has failed)
     _debug = debug
@@ -69,7 +84,7 @@ def _usage(error: Any) -> int:
         return EXIT_ERROR
     context = getattr(error, "ctx", None)
     console.tell("error", "bold red", message.rstrip("."))
-    console.tell("hint", "cyan", f"{context.command_path if context else 'moet'} --help")
+    console.tell("hint", "cyan", f"{context.command_path if context else env.program()} --help")
     return EXIT_ERROR
 
 
@@ -92,10 +107,11 @@ def run(arguments: list[str] | None = None) -> int:
     from moet.cli import console
 
     try:
-        result = app(arguments, prog_name="moet", standalone_mode=False)
+        result = app(arguments, prog_name=env.program(), standalone_mode=False)
     except PARSE_ERRORS as error:
         return _usage(error)
     except (KeyboardInterrupt, typer.Abort):
+        console.leave_line()
         console.say("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read our data has seen enough

@@ -88,6 +88,8 @@ def run(plan: ServePlan, *, verbose: bool, json: bool) -> int:
             if not stopper.asked:  # else it has only ended as it was told
                 console.show_error(error)
                 return 1
+        if stopper.typed:
+            console.leave_line()
         console.say("stopping")
     return 130 if stopper.count > 1 else 0
 

@@ -18,6 +18,7 @@ class Stopper:
 
     def __init__(self, hard: Callable[[], object] = lambda: None) -> None:
         self.count = 0
+        self.typed = False  # a ctrl-C: the terminal shows ^C
         self.hard = hard
 
     @property
@@ -43,7 +44,8 @@ class Stopper:
         self.listen()  # nothing may tear the clean-up apart that follows
         raise SystemExit(128 + number)
 
-    def _take(self, _number: int, _frame: FrameType | None) -> None:
+    def _take(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
+        self.typed |= number == signal.SIGINT
         if self.count > 1:
             self.hard()

@@ -41,11 +41,11 @@ def bits(
     device: Annotated[int, typer.Option(help="With --gpu: which, as the driver counts.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> int:
-    """Compare every kernel with the reference, bit for bit, on random layers.
+    """Compare every kernel with the reference, bit for bit.
 
-    All instruction sets that this machine has, or the one that MOET_ISA names; 1 to 3 threads,
-    batches of 1 to 64 tokens, every format and gate; half of the outputs come from layers as wide
-    as real ones. Exit status 1: an output differs.
+    Random layers; all instruction sets that this machine has, or the one that MOET_ISA names; 1 to
+    3 threads, batches of 1 to 64 tokens, every format and gate; half of the outputs come from
+    layers as wide as real ones. Exit status 1: an output differs.
 
     With --gpu the CPU's kernels are the reference: the card's kernels alone, then whole steps with
     no, all and 50 or more random splits of the experts between card and CPU, eager and replayed,
@@ -99,10 +99,10 @@ def quality(
     seed: Annotated[int, typer.Option(help="Other questions.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> int:
-    """Mark a served model on sums, recall, JSON and the perplexity of stories.
+    """Mark a served model on sums, recall, JSON and stories.
 
-    The questions are those of the demo model, held out from its training. Exit status 1: the demo
-    model misses what it is made to reach.
+    Of stories it is the perplexity. The questions are those of the demo model, held out from its
+    training. Exit status 1: the demo model misses what it is made to reach.
     """
     from moet import demo
     from moet.cli.chat import connected

@@ -23,7 +23,7 @@ def version(
         console.write(jsonlib.dumps(found) + "\n")
         return
     rest = ", ".join(f"{name} {found[name]}" for name in SHOWN if name in found)
-    console.write(f"moet {found.get('moet', 'not installed')} ({rest})\n")
+    console.write_line(f"moet {found.get('moet', 'not installed')} ({rest})")
 
 
 def register(app: typer.Typer) -> None:
