@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moet import demo
 from moet.base.errors import UsageError
 from moet.checkpoint import BrokenCheckpoint, Fault, open_checkpoint, synth
 from moet.checkpoint.synth.draw import Draw, to_bf16, to_e4m3
@@ -18,6 +19,26 @@ from moet.formats import mxfp4
 from moet.testing.toy import FAMILIES, toy_config, toy_model, write_toy_checkpoint
 
 SMALL = {"layers": 2, "vocab": 64}
+
+
+def test_a_preset_s_size_is_that_of_all_its_tensors() -> None:
+    for name in ("olmoe-1b-7b", "gpt-oss-20b"):
+        assert synth.preset_bytes(name) == synth.model(name).nbytes
+
+
+def test_a_tokenizer_fills_the_vocabulary(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers: pip install moet[cpu]")
+    assert synth.write_tokenizer(tmp_path, 1000, demo.path()) == 1024
+    assert list(tmp_path.iterdir()) == []
+    assert synth.write_tokenizer(tmp_path, 5000, demo.path()) == 0
+    ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    small = tokenizers.Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
+    assert ours.get_vocab_size() == 5000
+    assert ours.decode([4999, 1024]) == " <4999> <1024>"
+    text = "What is <1024> + <4999>?"
+    assert ours.encode(text).ids == small.encode(text).ids
+    assert "model_max_length" not in (tmp_path / "tokenizer_config.json").read_text()
+    assert (tmp_path / "chat_template.jinja").exists()
 
 
 def experts_for(name: str) -> int:
@@ -205,12 +226,12 @@ def test_widths_without_whole_blocks_are_refused(changed: dict[str, int], tmp_pa
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"head_dim": "wide"}, "odd"),
-        ({"num_attention_heads": -1}, "odd"),
+        ({"head_dim": "wide"}, "head_dim is 'wide'; a whole number from 1 up"),
+        ({"num_attention_heads": -1}, "num_attention_heads is -1; a whole number from 1 up"),
         ({"num_key_value_heads": None}, "odd"),
-        ({"vocab_size": "big"}, r"embed_tokens.weight would have the shape \['big', 64\]"),
+        ({"vocab_size": "big"}, "vocab_size is 'big'; a whole number from 1 up"),
         ({"vocab_size": None}, "would have the shape"),
-        ({"vocab_size": 0}, "would have the shape"),
+        ({"vocab_size": 0}, "vocab_size is 0; a whole number from 1 up"),
         ({"num_hidden_layers": 1 << 20}, "num_hidden_layers is 1048576; 4096 at most"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def test_synth_writes_a_checkpoint_and_prints_its_folder(moet: Moet, tmp_path: P
     checkpoint = open_checkpoint(tmp_path / done.stdout.strip())
     geometry = checkpoint.geometry
     assert (geometry.layers, geometry.experts, geometry.hidden) == (1, 8, 2048)
+    assert done.stderr.startswith("writing ")
+    assert "no tokenizer, so not for serving: it needs 1024 words" in done.stderr
 
 
 def test_synth_json(moet: Moet, tmp_path: Path) -> None:
@@ -43,11 +46,16 @@ def test_synth_json(moet: Moet, tmp_path: Path) -> None:
 
 
 def test_synth_lists_its_presets(moet: Moet) -> None:
-    assert moet("synth", "--list").stdout.split() == sorted(PRESETS)
+    head, *rows = moet("synth", "--list").stdout.splitlines()
+    assert head.split()[:2] == ["PRESET", "SIZE"]
+    assert [row.split()[0] for row in rows] == sorted(PRESETS)
+    columns = ["qwen3-30b-a3b", "17.21 GiB", "48 x 128, top-8", "yes"]
+    assert [text.strip() for text in re.split("  +", rows[-1])] == columns
     told = json.loads(moet("synth", "--list", "--json").stdout)
     assert [preset["name"] for preset in told] == sorted(PRESETS)
     (qwen,) = (preset for preset in told if preset["name"] == "qwen3-30b-a3b")
     assert (qwen["published"], qwen["complete"]) == ("BF16", True)
+    assert (qwen["bytes"], qwen["moe_layers"], qwen["serves"]) == (18_483_671_040, 48, "yes")
 
 
 def test_synth_refuses_a_full_folder_and_a_model_that_is_not_known(

@@ -36,7 +36,10 @@ CHATS: tuple[list[dict[str, Any]], ...] = (
 def require_tokenizer(folder: Path) -> None:
     """Raises CheckpointError where there is no tokenizer, or one that cannot be read."""
     if not any(os.path.lexists(folder / name) for name in TOKENIZER_FILES):
-        hint = "copy tokenizer.json and tokenizer_config.json of the model into that folder"
+        hint = (
+            "copy tokenizer.json and tokenizer_config.json of the model into that folder "
+            "(moet synth writes them, unless its --vocab is below 1024)"
+        )
         raise CheckpointError(f"{folder} has no tokenizer", hint=hint)
     _read_object(folder / CONFIG)
     if _read_object(folder / TOKENIZER):

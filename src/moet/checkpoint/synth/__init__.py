@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from moet.checkpoint.geometry import read_geometry
 from moet.checkpoint.synth.cut import cut_config, named_config, published_format
 from moet.checkpoint.synth.model import COMPLETE, SynthModel
 from moet.checkpoint.synth.presets import PRESETS
+from moet.checkpoint.synth.words import write_tokenizer
 from moet.checkpoint.writer import SHARD_BYTES
 
 __all__ = [
@@ -17,8 +19,10 @@ __all__ = [
     "cut_config",
     "model",
     "named_config",
+    "preset_bytes",
     "published_format",
     "write",
+    "write_tokenizer",
 ]
 
 
@@ -47,6 +51,17 @@ def model(
     """
     cut = cut_config(named_config(config), layers=layers, experts=experts, vocab=vocab)
     return SynthModel(cut, seed=seed, zipf=zipf)
+
+
+def preset_bytes(name: str) -> int:
+    """Bytes of all tensors of a whole preset, from two small cuts of it.
+
+    With every expert a layer they grow by the same; planning all experts takes seconds.
+    """
+    geometry = read_geometry(named_config(name), Path(name))
+    few = geometry.top_k
+    base, more = (model(name, experts=count).nbytes for count in (few, few + 1))
+    return base + (geometry.experts - few) * (more - base)
 
 
 def write(
