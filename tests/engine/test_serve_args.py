@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moet.base.errors import UnsupportedError, UsageError
-from moet.engine import apiserver
+from moet.engine import apiserver, flags
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -17,6 +17,18 @@ OURS = ["--model", "/m", "--load-format", "moet", "--host", "127.0.0.1", "--port
 def test_what_was_planned_passes() -> None:
     args = apiserver.parse([*OURS, "--max-model-len", "1K", "--max_num_seqs=2"])
     assert (args.host, args.port, args.model, args.max_model_len) == ("127.0.0.1", 8000, "/m", 1024)
+
+
+def test_the_flags_that_are_read_from_sources_are_those_of_the_parser() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    known = flags.of_vllm()
+    parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))
+    for name in parser._option_string_actions:
+        if name.startswith("--"):
+            assert name in known or "--" + name.removeprefix("--no-") in known
+            flags.require_known((name,))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from moet.base.errors import (
     UnsupportedError,
     UsageError,
 )
-from moet.engine import kvcache, preflight, serveplan
+from moet.engine import flags, kvcache, preflight, serveplan
 from moet.engine.serveplan import Request
 from moet.hybrid.load import record_layout
 from moet.machine import Machine, read_machine
@@ -243,6 +243,62 @@ def test_gguf_is_named(tmp_path: Path, machine: Machine) -> None:
 def broken(folder: Path, tmp_path: Path) -> Iterator[Path]:
     """A copy of the model to damage."""
     return shutil.copytree(folder, tmp_path / "broken")
+
+
+def changed(folder: Path, **entries: Any) -> Path:
+    """The model with other entries in its config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **entries}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [("--prot", "--port"), ("--max_modle-len=9", "--max-model-len"), ("--no-enforce-egaer", "")],
+)
+def test_a_mistyped_flag(
+    folder: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, flag: str, meant: str
+) -> None:
+    known = frozenset({"--max-model-len", "--enforce-eager", "--additional-config"})
+    monkeypatch.setattr(flags, "of_vllm", lambda: known)
+    with pytest.raises(UsageError, match="neither moet nor vLLM knows") as caught:
+        serveplan.make(request(folder, flag, "9"), machine, Settings())
+    assert caught.value.hint.startswith(f"did you mean {meant or '--enforce-eager'}?")
+    for right in (
+        "--no-enforce-eager",
+        "--additional-config.moet.act",
+        "--of-another-world",
+        "-tp",
+    ):
+        flags.require_known((right,))
+
+
+def test_no_word_of_flags_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags, "of_vllm", frozenset)
+    flags.require_known(("--prot",))
+
+
+def test_a_context_beyond_the_model_s_own(
+    broken: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = ("--max-model-len", "4097")
+    with pytest.raises(UsageError, match="longer than the model's own 4096") as caught:
+        serveplan.make(request(broken, *long), machine, Settings())
+    assert "4096 at most" in caught.value.hint
+    longer = ("--hf-overrides", "{}", *long)
+    assert serveplan.make(request(broken, *longer), machine, Settings()).context == 4097
+    monkeypatch.setenv(preflight.ALLOW_LONG, "1")
+    assert serveplan.make(request(broken, *long), machine, Settings()).context == 4097
+    monkeypatch.delenv(preflight.ALLOW_LONG)
+    stretched = {"rope_type": "linear", "factor": 2.0}
+    changed(broken, rope_scaling=stretched)  # 8192 to vLLM, which says so itself
+    assert serveplan.make(request(broken, *long), machine, Settings()).context == 4097
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads", "head_dim"])
+def test_no_attention_heads(broken: Path, machine: Machine, key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{key} is 0; a whole number from 1 up"):
+        serveplan.make(request(changed(broken, **{key: 0})), machine, Settings())
 
 
 def test_no_tokenizer(broken: Path, machine: Machine) -> None:

@@ -23,8 +23,8 @@ from moet.formats.mxint import ActFormat
 CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_NUMBER = 1 << 24  # no dimension of a real model comes near; bounds every product below
-
 _MAX_LAYERS = 1 << 12
+_COUNTS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +227,9 @@ def read_geometry(config: dict[str, Any], file: Path) -> ModelGeometry:
     moe_layers = _moe_layers(arch.rule, layers, text)
     if not moe_layers or text.values.get(arch.experts) in (None, 0):
         raise BrokenCheckpoint(Fault.NO_EXPERTS, file, "the model has no routed experts")
+    for key in _COUNTS:  # not of the experts; an engine divides by them
+        if text.values.get(key) is not None:
+            text.integer(key)
     geometry = ModelGeometry(
         architecture=name,
         layout=arch.layout,

@@ -13,6 +13,8 @@ LEAST_BYTES = 64 << 20
 SHARE = 0.25  # of the available memory at most
 BLOCK_TOKENS = 128  # vLLM's on the CPU; it keeps one block back
 VALUE_BYTES = 2
+# Kinds of rotary embedding whose stretching max_position_embeddings contains already, to vLLM.
+CONTAINED = (None, "default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
 
 _SUFFIX = {"": 1} | {
     letter: base**power
@@ -47,6 +49,22 @@ def context_length(config: dict[str, Any]) -> int:
             f"max_position_embeddings is {length!r:.80} in config.json", hint=hint
         )
     return length
+
+
+def longest_context(config: dict[str, Any]) -> int:
+    """The longest context that vLLM takes without being overruled; 0 when that is not known here.
+
+    Models whose rotary embedding is stretched by a factor that their length does not contain are
+    left to vLLM.
+    """
+    text = _text(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = text.get(key) or {}
+        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else ""
+        if kind not in CONTAINED:
+            return 0
+    own = text.get("model_max_length")
+    return max(context_length(config), own if type(own) is int else 0)
 
 
 def bytes_per_token(config: dict[str, Any]) -> int | None:

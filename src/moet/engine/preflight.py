@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
 from pathlib import Path
 
@@ -17,6 +18,8 @@ MOST_PORT = 65535
 SOCKET_PATH = 107  # of a Unix socket: sockaddr_un, less the zero at its end
 SERVER_NAME = 32  # at most, of a server's own directory (runfiles.create), with its slash
 ENGINE_SOCKET = 37  # a slash and a UUID: vLLM's sockets
+ON_A_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")  # owner/name
+ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 OURS = {
     "--model": "the model is the first argument: moet serve MODEL",
     "--load-format": "moet loads the model: leave it out",
@@ -41,6 +44,9 @@ def find_model(model: str) -> tuple[Path, str]:
     refuse_gguf(folder)
     if not folder.is_dir():
         hint = "give the folder of a downloaded checkpoint, or: moet serve demo"
+        if match := ON_A_HUB.fullmatch(model):
+            name = match[1]
+            hint = f"download it: hf download {model} --local-dir {name}, then: moet serve ./{name}"
         kind = "is a file, not a checkpoint folder" if folder.exists() else "is not a folder here"
         raise CheckpointError(f"{model} {kind}", hint=hint)
     return folder, folder.resolve().name
@@ -142,6 +148,23 @@ def require_memory(parts: dict[str, int], available: int) -> None:
             f"not enough memory: {format_bytes(needed)} needed ({detail}), "
             f"{format_bytes(available)} available",
             hint="close other programs, or shorten the context: --max-model-len",
+        )
+
+
+def require_context(asked: int | None, longest: int, extra: tuple[str, ...]) -> None:
+    """Raises UsageError for a context that is longer than the model's own, as vLLM would.
+
+    Args:
+        asked: ``--max-model-len``.
+        longest: of ``kvcache.longest_context``; 0: not known.
+        extra: arguments for vLLM; with ``--hf-overrides`` the model may be made longer.
+    """
+    allowed = env.child_environ().get(ALLOW_LONG, "").strip().lower() in ("1", "true")
+    overridden = any(word.startswith(("--hf-overrides", "--hf_overrides")) for word in extra)
+    if asked and longest and asked > longest and not allowed and not overridden:
+        hint = f"leave it out, or take {longest} at most"
+        raise UsageError(
+            f"--max-model-len {asked} is longer than the model's own {longest} tokens", hint=hint
         )
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from moet.base.env import Settings
 from moet.checkpoint import Checkpoint, open_checkpoint
-from moet.engine import asked, chatfiles, kvcache, preflight, refuse, runfiles
+from moet.engine import asked, chatfiles, flags, kvcache, preflight, refuse, runfiles
 from moet.engine.preflight import flag_value
 from moet.hybrid.load import record_layout, tier_bytes
 from moet.kernels.cpu import choose_isa
@@ -147,8 +147,8 @@ def make(request: Request, machine: Machine, settings: Settings) -> ServePlan:
         settings: threads and instruction set of the CPU tier.
 
     Raises:
-        UsageError: an open door without a key, an argument that moet sets itself, a flag or a
-            setting with a value that it cannot have.
+        UsageError: an open door without a key, an argument that moet sets itself, a mistyped flag,
+            a flag or a setting with a value that it cannot have.
         UnsupportedError: flags that ask for what moet has not; see ``refuse``.
         CheckpointError: no such folder, not a checkpoint, not one that moet serves, a tokenizer
             or a chat template that cannot be used.
@@ -158,18 +158,21 @@ def make(request: Request, machine: Machine, settings: Settings) -> ServePlan:
     isa = choose_isa(settings.isa)
     preflight.require_threads(settings.threads, len(machine.cpu.usable))
     preflight.require_passable(request.model, request.extra)
-    flags = asked.read(request.extra)
-    refuse.arguments(flags)
-    preflight.require_config(flags.config)
+    flags.require_known(request.extra)
+    given = asked.read(request.extra)
+    refuse.arguments(given)
+    preflight.require_config(given.config)
     preflight.require_access(request.host, request.api_key)
     folder, name = preflight.find_model(request.model)
     checkpoint = open_checkpoint(folder)
-    words_from = preflight.find_tokenizer(folder, flags.tokenizer)
+    words_from = preflight.find_tokenizer(folder, given.tokenizer)
     chatfiles.require_tokenizer(words_from)
-    chatfiles.require_chat_template(words_from, flags.chat_template)
+    chatfiles.require_chat_template(words_from, given.chat_template)
     preflight.require_free(request.host, request.port)
     preflight.require_socket_room(runfiles.base_directory())
-    context = flags.max_model_len or kvcache.context_length(checkpoint.config)
+    longest = kvcache.longest_context(checkpoint.config)
+    preflight.require_context(given.max_model_len, longest, request.extra)
+    context = given.max_model_len or kvcache.context_length(checkpoint.config)
     kv = _kv_bytes(request, checkpoint, context, machine.memory.available)
     record_layout(checkpoint.geometry, request.workers - 1, request.workers)
     experts = tier_bytes(checkpoint.geometry)
