@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,3 +298,15 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(terminal: Terminal) -> None:
     terminal.type("\x04")
     assert terminal.end() == 0
     assert "Traceback" not in terminal.seen
+
+
+def test_of_two_servers_the_newest_is_taken_and_named(
+    server: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [SimpleNamespace(model="newer", url=server[0]), SimpleNamespace(model="old", url="")]
+    monkeypatch.setattr("moet.engine.runfiles.running", lambda: found)
+    with chat.connected("", "") as client:
+        assert client.url == server[0]
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("2 servers run; taking the newest, newer at http://127.0.0.1:")

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from moet.base.report import Finding, Level
+from moet.cli import main
 from moet.cli.doctor import measure, memory, processor, servers, software
 from moet.machine import Cpu, Machine, Memory, read_machine
 
@@ -108,11 +109,31 @@ def test_cores_and_quota() -> None:
 
 
 def test_tiers_that_are_wrong_slow_or_untimed() -> None:
-    assert processor._tier("avx2", 3, 1e9, 1e9).level is Level.ERROR
-    assert processor._tier("avx2", 0, 1e9, 9e9).level is Level.WARN
-    assert processor._tier("avx2", 0, 8e9, 9e9).level is Level.OK
-    assert processor._tier("portable", 0, 1e8, 9e9).level is Level.OK
-    assert "not timed" in processor._tier("avx2", 0, 0.0, 0.0).fact
+    assert processor._tier("avx2", 3, 1e9, 1e9, busy=False).level is Level.ERROR
+    assert processor._tier("avx2", 0, 1e9, 9e9, busy=False).level is Level.WARN
+    assert processor._tier("avx2", 0, 8e9, 9e9, busy=False).level is Level.OK
+    assert processor._tier("portable", 0, 1e8, 9e9, busy=False).level is Level.OK
+    assert "not timed" in processor._tier("avx2", 0, 0.0, 0.0, busy=False).fact
+
+
+def test_a_slow_tier_is_measured_again_and_a_busy_machine_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy = processor._tier("avx2", 0, 1e9, 9e9, busy=True)
+    assert (busy.level, "busy" in busy.consequence) == (Level.INFO, True)
+    turns = [measure.Speeds(9e9, {"avx2": speed, "portable": 1e8}) for speed in (1e9, 8e9)]
+    monkeypatch.setattr(measure, "speeds", lambda _: turns.pop(0))
+    assert processor._best_speeds(CPU)["avx2"] == (8e9, 9e9)
+    assert turns == []
+
+
+def test_a_server_that_runs_is_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = Finding(level=Level.INFO, topic=servers.RUNS, fact="moet-tiny at http://127.0.0.1:8000")
+    monkeypatch.setattr("moet.cli.doctor.findings", lambda *_, **__: iter([runs]))
+    assert main.run(["doctor"]) == 0
+    assert capsys.readouterr().err == "a server runs: moet chat\n"
 
 
 def test_the_kernels_of_this_machine_have_the_bits_of_the_reference() -> None:

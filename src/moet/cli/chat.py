@@ -18,7 +18,9 @@ from moet.cli import console
 if TYPE_CHECKING:
     from moet.cli.client import Answer, Client, Message
 
-HELP = "/new starts over, /quit or ctrl-D leaves, ctrl-C stops an answer"
+HELP = (
+    "/new starts over; ctrl-C stops an answer; at an empty prompt it leaves, as do ctrl-D and /quit"
+)
 PROMPT = "> "
 
 
@@ -43,7 +45,7 @@ def chat(
     """Talk to a model in the terminal.
 
     Uses a running `moet serve`, or starts a server of its own. Text on stdin is taken as the
-    prompt. ctrl-C stops an answer, ctrl-D leaves.
+    prompt. ctrl-C stops an answer; at an empty prompt it leaves, as ctrl-D does.
     """
     if not 0 <= temperature < math.inf:
         hint = "0 is always the same answer, 1 the model's own variety"
@@ -101,6 +103,9 @@ def connected(url: str, model: str) -> Iterator[Client]:
         raise UsageError("--url and --model name two servers", hint=hint)
     key = env.read().api_key
     running = runfiles.running() if not (model or url) else []
+    if len(running) > 1:
+        found = f"{len(running)} servers run; taking the newest, {running[0].model}"
+        console.say(f"{found} at {running[0].url}; --url names another", "dim")
     if url or running:
         yield Client(url or running[0].url, key)
         return

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moet.machine import Machine
 
 READY = "you can run: moet serve demo"
+RUNNING = "a server runs: moet chat"
 NOT_READY = "repair the errors above, then: moet serve demo"
 
 
@@ -32,6 +33,7 @@ def doctor(
     Each finding says what follows from it and how to repair it. The kernels are run, compared with
     the reference bit for bit, and timed. Exit status 1: something stops moet from serving.
     """
+    from moet.cli.doctor import servers
     from moet.machine import read_machine
 
     machine = read_machine()
@@ -44,7 +46,8 @@ def doctor(
     if json:
         console.write_json(report(machine, found))
     else:
-        console.say(NOT_READY if bad else READY, "bold")
+        ready = RUNNING if any(finding.topic == servers.RUNS for finding in found) else READY
+        console.say(NOT_READY if bad else ready, "bold")
     return 1 if bad else 0
 
 

@@ -8,6 +8,8 @@ from moet.base.errors import MoetError
 from moet.base.report import Finding, Level
 from moet.base.units import format_bytes
 
+RUNS = "server"  # the topic of a server that runs
+
 
 def findings() -> Iterator[Finding]:
     """The demo, what runs, what is left over."""
@@ -15,7 +17,7 @@ def findings() -> Iterator[Finding]:
 
     yield _demo()
     for record in runfiles.running():
-        yield Finding(level=Level.INFO, topic="server", fact=f"{record.model} at {record.url}")
+        yield Finding(level=Level.INFO, topic=RUNS, fact=f"{record.model} at {record.url}")
     left = runfiles.left_over()
     if left:
         yield Finding(
