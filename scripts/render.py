@@ -1,8 +1,8 @@
 """Renders numbers from benchmark records into the documents: `python scripts/render.py [--check]`.
 
-Between `<!-- render NAME -->` and `<!-- /render -->` in README.md and docs/hybrid.md stands what
-NAME's function below makes of `benchmarks/records/`. With --check nothing is written; the exit
-status is 1 where a document does not say what the records say.
+Between `<!-- render NAME -->` and `<!-- /render -->` in README.md and docs/*.md stands what NAME's
+function below makes of `benchmarks/records/`. With --check nothing is written; the exit status is 1
+where a document does not say what the records say.
 """
 
 from __future__ import annotations
@@ -10,35 +10,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-ROOT = Path(__file__).parent.parent
-RECORDS = ROOT / "benchmarks/records"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs/hybrid.md")
+from records import RANGES, RECORDS, ROOT, Row, gigabytes, measured, record, table
+from summary import summary
+
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 UNMEASURED = "*unmeasured*"
-
-Row = dict[str, Any]
-
-
-def record(name: str) -> Row:
-    """A record by its file's name."""
-    loaded: Row = json.loads((RECORDS / f"{name}.json").read_text())
-    return loaded
-
-
-def measured(name: str) -> bool:
-    """Whether there is a record of that name."""
-    return (RECORDS / f"{name}.json").exists()
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A markdown table; numbers to the right."""
-    names = list(head)
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-    return "\n".join(lines)
 
 
 def cpu_rows(name: str) -> list[list[object]]:
@@ -135,8 +113,8 @@ def demo() -> str:
         training["served"]["moet"],
     )
     quality = [
-        [kind, *(f"{marks[kind]:.4g} %" for marks in (trained, stock, moet))]
-        for kind in ("addition", "subtraction", "multiplication", "recall", "json")
+        [what, *(f"{marks[kind]:.4g} %" for marks in (trained, stock, moet))]
+        for kind, what in RANGES.items()
     ]
     agreement = [
         [
@@ -205,11 +183,6 @@ def memory() -> str:
         f"{gigabytes(limit['beyond_experts_bytes'])}."
     )
     return table(head, rows) + "\n\n" + line
-
-
-def gigabytes(count: int) -> str:
-    """Decimal, two places."""
-    return f"{count / 1e9:.2f} GB"
 
 
 def host(run: Row) -> str:
@@ -354,6 +327,7 @@ def kernels() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "summary": summary,
     "cpu": cpu,
     "gpu": gpu,
     "demo": demo,
