@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moet.base.errors import KernelError, TierError
 from moet.hybrid import experts
-from moet.hybrid.cold import ROW_BYTES, ColdExperts, Outcome, RowScratch, plan
+from moet.hybrid.cold import ROW_BYTES, ColdExperts, Outcome, RowScratch, plan, rates_of
 from moet.kernels.cpu import Pool
 from moet.kernels.spec import ActFormat, DType, GateKind, LayerSpec
 from moet.testing.below import Finisher, MemoryBelow
@@ -202,6 +202,23 @@ def test_failures_poison_the_tokens_that_need_the_expert_and_no_others(
         bad.clear()
         cascade.forgive()
         assert run(cold, call)[0].tobytes() == wanted.tobytes(), "the layer is as good as before"
+
+
+def test_heat_of_one_run_warms_the_next() -> None:
+    model = Model.make(SPEC)
+    rng = np.random.default_rng(9)
+    with model.cold(8) as (cold, _):
+        for expert in (6, 6, 6, 1, 1, 4):
+            x, ids, weights = random_call(rng, 1, SPEC, DType.F32)
+            ids[:] = [[expert, -1, -1]]
+            run(cold, (x, ids, weights))
+        heat = {3: tuple(cold.heat.tolist())}
+    shares = rates_of(heat, 1)
+    assert shares[ExpertKey(3, 6)] == 0.5
+    assert sum(shares.values()) == pytest.approx(1)
+    with model.cold(3, policy=POLICIES["heat"], rates=shares, window=1) as (_, cascade):
+        cascade.warm()
+        assert cascade.resident().keys() == {ExpertKey(3, 6), ExpertKey(3, 1)}
 
 
 def test_all_experts_gone() -> None:

@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 
 from moet.base.errors import KernelError, MoetError, TierError
 from moet.hybrid.experts import tokens_a_step
+from moet.hybrid.heat import Heat
 from moet.hybrid.reference import at
 from moet.kernels.cpu import CpuLayer, Pool
 from moet.kernels.spec import DType, LayerSpec
 from moet.tiers.api import ExpertKey, Lease
 from moet.tiers.cascade import Cascade
+from moet.tiers.policy import rates
 from moet.tiers.wanted import Wanted
 
 ROW_BYTES: Final = 256 << 20
@@ -314,6 +316,20 @@ class _Bound:
     def __exit__(self, *error: object) -> None:
         for lease in self._group:
             self._layer.unbind(lease.key.expert)
+
+
+def rates_of(heat: Heat, top_k: int) -> dict[ExpertKey, float]:
+    """Recorded heat as a cascade takes it: share of the tokens that asked for each expert.
+
+    Args:
+        heat: layer -> tokens that each expert was given, as `heat.read_heat` reads them.
+        top_k: experts a token.
+    """
+    return {
+        ExpertKey(layer, expert): float(share)
+        for layer, counts in heat.items()
+        for expert, share in enumerate(rates(np.array([counts], np.int64), top_k)[0])
+    }
 
 
 def plan(
