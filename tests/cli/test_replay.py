@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moet.cli import main as cli
+from moet.testing.toy import write_toy_checkpoint
 
 SMALL = [
     "--layers",
@@ -51,6 +52,38 @@ def test_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     record = json.loads(capsys.readouterr().out)
     assert record["setup"]["source"] == {"trace": str(path)}
     assert record["results"][0]["hit_rate"] == 1.0
+
+
+def test_a_pack_is_read_for_real(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOET_CACHE_DIR", str(tmp_path / "cache"))
+    model = str(tmp_path / "model")
+    write_toy_checkpoint(tmp_path / "model", experts=16, layers=2)
+    assert cli.run(["replay", *SMALL, "--model", model]) == 2
+    assert "there is no pack" in capsys.readouterr().err
+    assert cli.run(["pack", model]) == 0
+    capsys.readouterr()
+    more = ["--policies", "lru,heat,optimum", "--budgets", "50,5", "--window", "2", "--json"]
+    assert cli.run(["replay", *SMALL, "--model", model, *more]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["bench"] == "replay-disk"
+    rows = record["results"]
+    assert [(row["budget"], row["policy"]) for row in rows] == [
+        (budget, name) for budget in (0.5, 0.05) for name in ("lru", "heat")
+    ]
+    assert cli.run(["replay", *SMALL, *more]) == 0
+    predicted = json.loads(capsys.readouterr().out)["results"]
+    for row, other in zip(rows, (p for p in predicted if p["policy"] != "optimum"), strict=True):
+        assert row["slots"] == other["slots"]
+        assert row["read_bytes"] > 0
+        assert row["failures"] == 0
+        assert row["read_rate"] == pytest.approx(row["read_bytes"] / row["seconds"])
+    assert rows[0]["read_bytes"] < rows[2]["read_bytes"], "less memory, more reads"
+    assert cli.run(["replay", *SMALL, "--model", model, "--layers", "3"]) == 2
+    assert "does not fit a model of 2" in capsys.readouterr().err
+    assert cli.run(["replay", *SMALL, "--model", model, "--budgets", "25"]) == 0
+    assert "read for real" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

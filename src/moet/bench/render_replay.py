@@ -51,6 +51,31 @@ def render(record: Record) -> RenderableType:
     return table
 
 
+def render_disk(record: Record) -> RenderableType:
+    """As ``render``, of a replay through memory and a disk."""
+    setup = record.setup
+    title = (
+        f"{setup['layers']} layers of {setup['experts']} experts, top {setup['top_k']}, "
+        f"{format_bytes(setup['record_bytes'])} each, read for real; "
+        f"{setup['steps'] - setup['skipped']} steps after {setup['skipped']}; prefills included"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("memory", "policy", "hits", "read", "rate", "stall a step", "p95", "failed"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for row in record.rows("policy"):
+        table.add_row(
+            f"{100 * row['budget']:.3g} %",
+            row["policy"],
+            _share(row["all_hit_rate"]),
+            format_bytes(row["read_bytes"]),
+            format_rate(row["read_rate"]),
+            _if(format_seconds, row["stall_s"]),
+            _if(format_seconds, row["stall_p95_s"]),
+            str(row["failures"]),
+        )
+    return table
+
+
 def _share(value: float | None) -> str:
     return "" if value is None or math.isnan(value) else f"{100 * value:.1f} %"
 

@@ -185,15 +185,15 @@ def _missed(
     layers = np.repeat(np.arange(len(trace.layers)), trace.experts)
     placement = Placement(layers, policy, slots, min(window, slots))
     if policy.prior and learnt:
-        placement.ledger.expect_heat(policy, _rates(trace, learnt))
+        placement.ledger.expect_heat(policy, learnt_rates(trace, learnt).ravel())
     return replay(placement, calls)
 
 
-def _rates(trace: Trace, learnt: list[Call]) -> NDArray[np.float64]:
-    """Share of the decode calls that asked for each record."""
+def learnt_rates(trace: Trace, learnt: list[Call]) -> NDArray[np.float64]:
+    """Share of the decode calls that asked for each expert, [layers, experts]."""
     asked = sum(len(call.decode) for call in learnt)
     decoding = sum(bool(call.decode) for call in learnt)
-    return rates(count_heat(trace, learnt), max(1, round(asked / max(1, decoding)))).ravel()
+    return rates(count_heat(trace, learnt), max(1, round(asked / max(1, decoding))))
 
 
 def _figures(options: Options, counted: list[list[Call]], missed: list[int]) -> Row:

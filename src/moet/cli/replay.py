@@ -11,6 +11,9 @@ from moet.base.errors import UsageError
 from moet.cli import console, lists
 
 if TYPE_CHECKING:
+    from moet.bench.record import Record
+    from moet.bench.replay import Options
+    from moet.cli.progress import Share
     from moet.hybrid.trace import Trace
 
 
@@ -39,17 +42,21 @@ def replay(
     prompt_every: Annotated[int, typer.Option(help="Made: steps between prompts; 0: none.")] = 200,
     prompt_tokens: Annotated[int, typer.Option(help="Made: tokens of a prompt.")] = 512,
     seed: Annotated[int, typer.Option(help="Made: the same seed makes the same trace.")] = 0,
+    model: Annotated[
+        str, typer.Option(help="Read the experts of this model's pack for real, instead.")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="The record as JSON.")] = False,
 ) -> int:
     """Replay a routing trace: what each policy would find in memory, read and wait for.
 
     Drives the policies of the cascade without an engine or a disk: the stall is what a disk of that
     bandwidth would need for the bytes that were not in memory. Recorded heat is that of the steps
-    which only warm up.
+    which only warm up. With --model the same calls go through memory and the disk of its pack, and
+    the stall is measured; the optimum, sizes and bandwidth are not asked for then.
     """
     from moet.base.units import parse_bytes
     from moet.bench import replay as bench
-    from moet.bench.render_replay import render
+    from moet.bench.render_replay import render, render_disk
     from moet.cli.progress import shares
     from moet.hybrid.trace import read_trace
 
@@ -77,12 +84,33 @@ def replay(
         window=None if window < 0 else window,
     )
     with shares("replaying") as progress:
-        result = bench.run(options, progress)
+        result = for_real(model, options, progress) if model else bench.run(options, progress)
     if json:
         console.write(result.to_json() + "\n")
     else:
-        console.out().print(render(result))
+        console.out().print(render_disk(result) if model else render(result))
     return 0
+
+
+def for_real(model: str, options: Options, progress: Share) -> Record:
+    """The same through the memory and the disk of a model's pack."""
+    from moet.bench import replay_disk
+    from moet.bench.replay import BEST
+    from moet.cli.pack import find
+    from moet.tiers.nvme import NvmeTier
+    from moet.tiers.pack_source import PackSource
+
+    pack = find(model, [], full=False)
+    asked = replay_disk.Options(
+        trace=options.trace,
+        source={**options.source, "model": model},
+        policies=tuple(name for name in options.policies if name != BEST),
+        budgets=options.budgets,
+        skip=options.skip,
+        window=options.window,
+    )
+    with pack.hold(), NvmeTier(PackSource(pack)) as below:
+        return replay_disk.run(asked, below, progress)
 
 
 def make(like: dict[str, Any]) -> Trace:
