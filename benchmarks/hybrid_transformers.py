@@ -5,8 +5,8 @@
 Held-out prompts of the demo are answered greedily with none, a part and all of the experts on the
 card, and with none once more, token by token in eager mode, then with the decode step replayed from
 a CUDA graph. Tokens and log-probabilities of every share must equal those of the first with ==; so
-must those of graph and eager mode. Beside it, for scale: how many answers are right, and how far the
-same model on the CPU alone is (its attention is another machine's arithmetic, not bit for bit).
+must those of graph and eager mode. Beside it, for scale: how many answers are right, and how far
+the same model on the CPU alone is (its attention is another machine's arithmetic, not bit for bit).
 
 Writes `benchmarks/records/hybrid-transformers.json`; ends with status 1 where anything differs.
 """

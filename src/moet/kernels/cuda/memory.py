@@ -8,7 +8,8 @@ and is what a capture is put in; the mode is for captures that nobody tells us a
 
 | call | without the mode, during a global capture of another thread (driver 580) |
 |---|---|
-| ``allocate``, ``free``, ``pin``, ``unpin``, ``register``, ``unregister`` | refused, capture spoilt |
+| ``allocate``, ``free``, ``pin``, ``unpin`` | refused, capture spoilt |
+| ``register``, ``unregister`` | refused, capture spoilt |
 | ``wait``, ``done`` | refused, capture spoilt |
 | ``copy_in``, ``copy_out``, ``record``, ``hold_copies``, ``drop``, ``room`` | done, capture whole |
 
