@@ -43,6 +43,7 @@ class Catalogue:
     Attributes:
         keys: by number.
         sizes: in bytes, by number.
+        bytes: the same as an array.
         layers: which of the model's MoE layers each is of, from 0 up.
         slot_bytes: of the largest, rounded up to 4096.
 
@@ -56,6 +57,7 @@ class Catalogue:
             raise TierError("there are no records below", hint="open a model with routed experts")
         self._numbers = {key: i for i, key in enumerate(self.keys)}
         self.sizes = [below.nbytes(key) for key in self.keys]
+        self.bytes = np.array(self.sizes, np.int64)
         self.slot_bytes = -(-max(self.sizes) // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
         layers = np.unique([key.layer for key in self.keys], return_inverse=True)[1]
         self.layers: NDArray[np.int64] = layers.astype(np.int64)

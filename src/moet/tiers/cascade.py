@@ -138,7 +138,7 @@ class Cascade:
             self._check_open()
             ids = np.array(wanted, np.int64)
             self._placement.pins[ids] += 1
-            self._counters.asked(self._placement, ids, self._records.sizes)
+            self._counters.asked(self._placement, ids, self._records.bytes)
             self._placement.use(ids, np.array(sweep, np.bool_))
             call = Wanted(self, wanted, sweep, self._failures.count)
             batch = self._launch(call)

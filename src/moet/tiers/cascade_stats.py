@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moet.tiers.placement import Placement
@@ -78,7 +77,7 @@ class Counters:
         self.stall_s = 0.0
         self.buckets = [0] * len(Histogram().counts)
 
-    def asked(self, place: Placement, ids: Ids, sizes: Sequence[int]) -> None:
+    def asked(self, place: Placement, ids: Ids, sizes: Ids) -> None:
         """A call begins, before its use is noted."""
         there, coming = place.there[ids], int(place.coming[ids].sum())
         hits = int(there.sum())
@@ -86,7 +85,7 @@ class Counters:
         self.hits += hits
         self.joined += coming
         self.misses += len(ids) - hits - coming
-        self.hit_bytes += sum(sizes[i] for i in ids[there])
+        self.hit_bytes += int(sizes[ids[there]].sum())
         self.guessed_right += int(place.hinted[ids].sum())
 
     def landed(self, nbytes: int, seconds: float, *, guess: bool) -> None:
