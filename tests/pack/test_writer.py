@@ -8,7 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,7 @@ from moet.base.errors import FormatError, UsageError
 from moet.checkpoint import BrokenCheckpoint, Checkpoint, Fault, open_checkpoint
 from moet.checkpoint.keys import ExpertKey
 from moet.pack import blockfile, writer
+from moet.pack.blockfile import BlockFile, aligned_buffer
 from moet.pack.check import check_pack
 from moet.pack.faults import BrokenPack, PackFault
 from moet.pack.journal import JOURNAL
@@ -102,6 +106,33 @@ def test_direct_io_that_is_refused_late(
     report = write_pack(toy, [tmp_path / "y"])
     assert content(report.folder) == wanted
     assert check_pack(open_pack(report.folder)).passed
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwrite"])
+def test_threads_that_are_refused_together_all_try_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both calls are refused; one is told so when the other has taken O_DIRECT away already."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+    plain, both, local = getattr(os, name), threading.Barrier(2, timeout=60), threading.local()
+
+    def refusing(fd: int, data: Any, offset: int) -> int:
+        if not hasattr(local, "refused"):
+            local.refused = True
+            if both.wait():
+                while file.direct:
+                    time.sleep(0.001)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return int(plain(fd, data, offset))
+
+    with BlockFile(path, write=True) as file, ThreadPoolExecutor(2) as threads:
+        file.direct = True  # whatever this filesystem says
+        monkeypatch.setattr(blockfile.os, name, refusing)
+        call = file.read if name == "preadv" else file.write
+        calls = [threads.submit(call, aligned_buffer(4096), at) for at in (0, 4096)]
+        assert [done.result() for done in calls] == [None, None]
+        assert not file.direct
 
 
 def test_a_pack_that_is_there_is_left_alone(toy: Checkpoint, tmp_path: Path) -> None:

@@ -56,10 +56,11 @@ class BlockFile:
         """
         done = 0
         while done < out.size:
+            direct = self.direct
             try:
                 got = os.preadv(self._fd, [out.data[done:]], offset + done)
             except OSError as error:
-                if self._went_indirect(error):
+                if self._goes_indirect(error, direct):
                     continue
                 raise unreadable(self.path, error, f"reading at {offset + done} failed") from error
             if got == 0:
@@ -77,16 +78,18 @@ class BlockFile:
         """
         done = 0
         while done < data.size:
+            direct = self.direct
             try:
                 done += os.pwrite(self._fd, data.data[done:], offset + done)
             except OSError as error:
-                if not self._went_indirect(error):
+                if not self._goes_indirect(error, direct):
                     what = f"writing at {offset + done} failed"
                     raise unwritable(self.path, error, what) from error
 
-    def _went_indirect(self, error: OSError) -> bool:
-        """Whether the call is worth another try: O_DIRECT was on, was refused, and now is off."""
-        if error.errno != errno.EINVAL or not self.direct:
+    def _goes_indirect(self, error: OSError, direct: bool) -> bool:
+        """Whether a call is worth another try: it was made past the cache and refused there, which
+        none will be any more. Several threads may be told so at once: each tries again."""
+        if error.errno != errno.EINVAL or not direct:
             return False
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
