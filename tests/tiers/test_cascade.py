@@ -241,6 +241,30 @@ def test_a_fault_of_ours_is_raised_and_leaves_no_waiter(monkeypatch: pytest.Monk
         assert isinstance(made.failed()[ExpertKey(0, 0)], MoetError)
 
 
+def test_a_place_that_an_interrupted_read_may_write_to_is_never_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    below = MemoryBelow(some_records(), held=True)
+    made = Cascade(below, 2 * PAGE)
+    read_many = below.read_many
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        read_many(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(below, "read_many", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.want(keys_of(0))
+    late = below.flying
+    below.held = False
+    assert sorted(get(made, below, keys_of(1, 2, 3))) == keys_of(1, 2, 3), "in the other place"
+    below.finish(*late)
+    assert made.resident().keys() <= set(keys_of(1, 2, 3))
+    with pytest.raises(TierError, match="cannot be closed"):
+        made.close()
+
+
 def test_a_call_that_is_left_early_lets_go() -> None:
     below = MemoryBelow(some_records(), held=True)
     with cascade(2, below) as (made, _):

@@ -353,3 +353,26 @@ def test_unknown_modes_and_sizes_are_refused() -> None:
     for depth, piece in [(0, MIB), (16, 1000), (16, 0), (10_000, MIB)]:
         with pytest.raises(TierError):
             Reader("threads", depth=depth, piece=piece)
+
+
+def test_reads_that_were_interrupted_when_started_hang_nobody(
+    mode: str, file: Path, data: U8, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Reader(mode) as reader:
+        index = reader.open(file).index
+
+        class Interrupted:
+            @staticmethod
+            def submit(reads: list[tuple[int, ...]]) -> None:
+                core.submit(reads)
+                raise KeyboardInterrupt
+
+        to, core = memory(SIZE), reader.core
+        ask = Ask(index, 0, 4096, to.ctypes.data)
+        with monkeypatch.context() as patched:
+            patched.setattr(reader, "_core", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                reader.submit([ask])
+        core.submit([(index, 0, 4096, to.ctypes.data, 1 << 40, True)])  # a tag of nobody
+        assert read_whole(reader, index, to) == SIZE
+        assert np.array_equal(to[:SIZE], data)

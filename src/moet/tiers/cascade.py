@@ -317,7 +317,7 @@ class Cascade:
                 self._failures.forget(record)
                 nbytes = self._records.sizes[record]
                 self._counters.landed(nbytes, seconds, guess=not reading.urgent)
-            else:
+            elif isinstance(error, Exception):  # else a disk may write there all the same
                 reading.reservation.__exit__(type(error), error, None)
                 self._note(record, error)
                 place.left(record)

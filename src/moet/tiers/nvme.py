@@ -147,7 +147,7 @@ class NvmeTier:
         try:
             fetch = self._fetch(key, reservation.address, urgent, publish)
             self._begin([fetch])
-        except BaseException as error:
+        except Exception as error:  # after a ctrl-C the disk may write to its room all the same
             publish(error)
             raise
         return fetch.future

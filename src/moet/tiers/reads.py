@@ -160,7 +160,7 @@ class Reader:
                     [(a.file, a.offset, a.nbytes, a.address, tag, a.urgent)
                      for tag, a in zip(futures, asks, strict=True)]
                 )  # fmt: skip
-        except BaseException:
+        except Exception:  # a ctrl-C may come when they have been started: they are told of then
             for tag in futures:
                 del self._waiting[tag]
             raise
@@ -222,7 +222,8 @@ def _deliver(core: _core.Reader, waiting: dict[int, Future[Landed]]) -> None:
     """Turns what has ended into results, until the reader is closed."""
     while ended := core.take(-1.0):
         for tag, result, queued_ns, disk_ns in ended:
-            future = waiting.pop(tag)
+            if (future := waiting.pop(tag, None)) is None:
+                continue  # an error here would end the thread, and hang all who wait
             if result < 0:
                 future.set_exception(OSError(-result, os.strerror(-result)))
             else:
