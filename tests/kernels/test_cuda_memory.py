@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moet.base.errors import KernelError
+from moet.base.errors import CopyError, KernelError
 from moet.kernels.cuda import toolkit
 from moet.kernels.cuda.memory import CudaMemory
 from moet.tiers.memory import CardMemory
@@ -26,7 +26,7 @@ class Status(int):
         return made
 
 
-OK, NOT_READY, BAD = Status(0, "SUCCESS"), Status(600, "NOT_READY"), Status(2, "OUT_OF_MEMORY")
+OK, BAD = Status(0, "SUCCESS"), Status(2, "OUT_OF_MEMORY")
 GLOBAL, RELAXED = "global", "relaxed"
 
 
@@ -36,7 +36,6 @@ class Driver:
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = SimpleNamespace(CU_EVENT_BLOCKING_SYNC=1, CU_EVENT_DISABLE_TIMING=2)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=RELAXED)
-    CUresult = SimpleNamespace(CUDA_SUCCESS=OK, CUDA_ERROR_NOT_READY=NOT_READY)
     CU_MEMHOSTALLOC_PORTABLE = CU_MEMHOSTREGISTER_PORTABLE = 1
     CUstream = CUevent = int
 
@@ -72,7 +71,7 @@ class Driver:
 
         def function(*args: Any) -> tuple[Any, ...]:
             self.calls.append((name, *self.state))
-            nothing = name.endswith(("Async", "Synchronize", "WaitEvent", "Query"))
+            nothing = name.endswith(("Async", "Synchronize", "WaitEvent"))
             return self.results.get(name, (OK,) if nothing else (OK, 9))
 
         function.__name__ = name
@@ -98,7 +97,6 @@ CALLS: dict[str, Callable[[CardMemory], object]] = {
     "copy_out": lambda m: m.copy_out(1, 2, 3),
     "record": lambda m: m.record(1),
     "hold_copies": lambda m: m.hold_copies(1),
-    "done": lambda m: m.done(1),
     "wait": lambda m: m.wait(1),
     "drop": lambda m: m.drop(1),
 }
@@ -151,11 +149,19 @@ def test_a_copy_that_does_not_start_leaves_no_event(driver: Driver) -> None:
     ]  # fmt: skip
 
 
-def test_an_event_is_done_pending_or_an_error(driver: Driver) -> None:
+@pytest.mark.parametrize("waiting", ["succeeds", "fails"])
+def test_a_copy_without_an_event_behind_it_is_waited_for_or_astray(
+    driver: Driver, waiting: str
+) -> None:
     memory = CudaMemory(0)
-    assert memory.done(1)
-    driver.results["cuEventQuery"] = (NOT_READY,)
-    assert not memory.done(1)
-    driver.results["cuEventQuery"] = (BAD,)
-    with pytest.raises(KernelError, match="OUT_OF_MEMORY"):
-        memory.done(1)
+    driver.calls.clear()
+    driver.results["cuEventRecord"] = (BAD,)
+    if waiting == "fails":
+        driver.results["cuStreamSynchronize"] = (BAD,)
+    with pytest.raises(KernelError, match="cuEventRecord failed") as caught:
+        memory.copy_in(1, 2, 3)
+    assert isinstance(caught.value, CopyError) == (waiting == "fails")
+    assert [name for name, *_ in driver.calls] == [
+        "cuEventCreate", "cuMemcpyHtoDAsync", "cuEventRecord", "cuStreamSynchronize",
+        "cuEventDestroy",
+    ]  # fmt: skip

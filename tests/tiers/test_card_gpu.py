@@ -160,11 +160,12 @@ def test_a_fence_holds_off_the_next_copy_until_the_step_has_ended() -> None:
         try:
             with pytest.raises(TimeoutError):
                 done.result(timeout=0.2)
-            assert not MEMORY.done(step)
+            with pytest.raises(KernelError, match="NOT_READY"):
+                call("cuEventQuery", step)
         finally:
             ctypes.c_uint32.from_address(word).value = 1
         done.result(timeout=SOON)
-        assert MEMORY.done(step)
+        call("cuEventQuery", step)
         MEMORY.drop(step)
     with tier.acquire(B) as lease:
         assert np.array_equal(look(lease), pattern(B, PAGE))

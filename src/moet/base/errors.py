@@ -46,6 +46,11 @@ class KernelError(MoetError):
     """A kernel was asked for a shape, a format or an instruction set that it does not have."""
 
 
+class CopyError(KernelError):
+    """A copy may be under way for which nobody can wait: neither its source nor its target may be
+    used again."""
+
+
 class StepError(MoetError):
     """A step could not be finished: its output must not be used."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moet.base.errors import KernelError
+from moet.base.errors import CopyError, KernelError
 from moet.base.pause import Pause
 
 UNWRITTEN = 0xA5
@@ -57,7 +57,8 @@ class HostCard:
     Args:
         capacity: bytes of the card.
         fails: asked once for each operation, by its method's name, and for each copy once more as
-            ``"landing"``, when it is done; True makes it fail.
+            ``"astray"``, when it is queued, and as ``"landing"``, when it is done; True makes it
+            fail.
 
     Attributes:
         calls: names of the methods called, in order.
@@ -165,6 +166,8 @@ class HostCard:
             _check_inside(self._locked, source, nbytes, "page-locked")
             job = _Job(to, source, nbytes, self._held)
             self._copies.append(job)
+            if self._fails("astray"):
+                raise CopyError("the copy went astray on purpose", hint="this is a test")
             return self._remember(job)
 
     def copy_out(self, to: int, source: int, nbytes: int) -> None:
@@ -226,11 +229,6 @@ class HostCard:
         with self._entered("hold_copies"):
             self._held = [*self._held, self._events[event]]
 
-    def done(self, event: int) -> bool:
-        """Whether the event has passed."""
-        with self._entered("done"):
-            return self._events[event].passed.is_set()
-
     def wait(self, event: int) -> None:
         """Waits for an event; one whose copy failed raises."""
         with self._pause.call(KernelError):
@@ -245,6 +243,11 @@ class HostCard:
             del self._events[event]
 
     # ---- what tests do
+
+    def done(self, event: int) -> bool:
+        """Whether the event has passed."""
+        with self._changed:
+            return self._events[event].passed.is_set()
 
     @contextmanager
     def stalled(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moet.base.errors import MoetError, TierError
+from moet.base.errors import CopyError, MoetError, TierError
 from moet.base.units import format_bytes
 from moet.tiers.api import RECORD_ALIGNMENT, ExpertKey, Lease
 from moet.tiers.memory import CardMemory, Event
@@ -206,11 +206,15 @@ class CardTier(ArenaTier):
     def _start(
         self, key: ExpertKey, offset: int, nbytes: int, source: int, staging: Staging | None
     ) -> _Flight:
-        """Starts a record's copy. Where it cannot be started everything is as it was before."""
+        """Starts a record's copy. Where it cannot be started everything is as it was before, unless
+        it may have been: then room and buffer are never used again, as in ``_land``."""
         try:
             with _card(f"the copy of {key} to the card, {format_bytes(nbytes)}, did not start"):
                 event = self._memory.copy_in(self.address_of(offset), source, nbytes)
-        except TierError:
+        except TierError as error:
+            if isinstance(error.__cause__, CopyError):
+                self.lose_record(key)
+                raise
             self.drop_record(key, offset, nbytes)
             if staging:
                 self._staging.give(staging)

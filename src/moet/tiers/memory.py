@@ -42,7 +42,11 @@ class CardMemory(Protocol):
 
     def copy_in(self, to: int, source: int, nbytes: int) -> Event:
         """Starts a copy from pinned or registered host memory on the copy stream, behind those
-        started before; returns at once. The event is done when the bytes are there."""
+        started before; returns at once. The event is passed when the bytes are there.
+
+        Raises:
+            CopyError: it may be under way all the same. After any other error it is not.
+        """
 
     def copy_out(self, to: int, source: int, nbytes: int) -> None:
         """Copies from the card to any host memory, behind what the copy stream has; waits."""
@@ -52,9 +56,6 @@ class CardMemory(Protocol):
 
     def hold_copies(self, event: Event) -> None:
         """Copies that are started from now on begin after the event. Does not wait itself."""
-
-    def done(self, event: Event) -> bool:
-        """Whether the card has passed the event."""
 
     def wait(self, event: Event) -> None:
         """Sleeps until the card has passed the event."""

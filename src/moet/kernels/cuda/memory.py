@@ -10,7 +10,7 @@ and is what a capture is put in; the mode is for captures that nobody tells us a
 |---|---|
 | ``allocate``, ``free``, ``pin``, ``unpin`` | refused, capture spoilt |
 | ``register``, ``unregister`` | refused, capture spoilt |
-| ``wait``, ``done`` | refused, capture spoilt |
+| ``wait`` | refused, capture spoilt |
 | ``copy_in``, ``copy_out``, ``record``, ``hold_copies``, ``drop``, ``room`` | done, capture whole |
 
 So memory is taken and given back only when a tier is made and closed. No call may be made in the
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from moet.base.errors import KernelError
+from moet.base.errors import CopyError, KernelError
 from moet.base.pause import Pause
 from moet.kernels.cuda import toolkit
 
@@ -119,16 +119,32 @@ class CudaMemory:
     # ---- copies
 
     def copy_in(self, to: int, source: int, nbytes: int) -> int:
-        """Starts a copy from page-locked host memory; the event behind it."""
+        """Starts a copy from page-locked host memory; the event behind it.
+
+        Raises:
+            CopyError: it may be under way all the same. After any other error it is not.
+        """
         with self._entered():
             event = self._new_event()
             try:
                 self._call("cuMemcpyHtoDAsync", to, source, nbytes, self._stream)
-                self._call("cuEventRecord", event, self._stream)
+                self._behind_copy(event)
             except BaseException:
                 self._call("cuEventDestroy", event)
                 raise
         return int(event)
+
+    def _behind_copy(self, event: Any) -> None:
+        """Records the event of a copy. Where that fails the copy is waited for, so that nothing is
+        under way that nobody can wait for."""
+        try:
+            self._call("cuEventRecord", event, self._stream)
+        except KernelError as error:
+            try:
+                self._call("cuStreamSynchronize", self._stream)
+            except KernelError as worse:
+                raise CopyError(f"{error}; {worse}", hint=worse.hint) from error
+            raise
 
     def copy_out(self, to: int, source: int, nbytes: int) -> None:
         """Copies to any host memory, behind what the copy stream has, and waits for it."""
@@ -159,18 +175,6 @@ class CudaMemory:
     def hold_copies(self, event: int) -> None:
         """Copies that are started from now on begin after the event."""
         self._do("cuStreamWaitEvent", self._stream, self._driver.CUevent(event), 0)
-
-    def done(self, event: int) -> bool:
-        """Whether the card has passed the event."""
-        driver = self._driver
-
-        def query(handle: Any) -> tuple[Any, bool]:
-            (status,) = driver.cuEventQuery(handle)
-            pending = status == driver.CUresult.CUDA_ERROR_NOT_READY
-            return (driver.CUresult.CUDA_SUCCESS if pending else status), not pending
-
-        with self._entered():
-            return bool(toolkit.call(query, driver.CUevent(event)))
 
     def wait(self, event: int) -> None:
         """Sleeps until the card has passed the event; a pause waits as long."""
