@@ -239,12 +239,13 @@ def faults() -> str:
 
 def step_rows(row: Row) -> list[object]:
     """A row of the step's tables, from the share on the card on."""
-    times = ("step_us", "step_p95_us", "card_us", "cpu_us", "wait_us", "round_trip_us", "limit_us")
+    times = ("step", "step_p95", "one_at_a_time", "card", "cpu", "wait", "round_trip",
+             "cpu_in_round_trip", "limit")  # fmt: skip
     return [
         f"{row['percent']} %",
         row["tokens"],
-        *(f"{row[name]:.0f}" for name in times),
-        f"**{row['ratio']:.2f}**" if row["holds"] else f"{row['ratio']:.2f}, **over the limit**",
+        *(f"{row[f'{name}_us']:.0f}" for name in times),
+        f"**{row['ratio']:.2f}**" if row["holds"] else f"{row['ratio']:.3f}, **over the limit**",
         f"{row['cpu_read_share']:.0%}",
         f"{row['card_read_share']:.0%}",
         f"{row['extrapolated_ms']:.1f} ms",
@@ -252,21 +253,41 @@ def step_rows(row: Row) -> list[object]:
 
 
 STEP_HEAD = [
-    "routings on card", "tokens", "step us", "p95", "card", "CPU", "wait", "round trip", "limit",
-    "ratio", "CPU read", "card read", "40 layers, extrapolated",
+    "routings on card", "tokens", "step us", "p95", "one at a time", "card", "CPU", "wait",
+    "round trip", "CPU in it", "limit", "ratio", "CPU read", "card read", "40 layers, extrapolated",
 ]  # fmt: skip
 
 
 def step_caption(run: Row) -> str:
     """What was measured and where."""
     setup, (reads,) = run["setup"], [row for row in run["results"] if row["kind"] == "read"]
+    cores = f" of {setup['cores']} cores" if "cores" in setup else ""
+    once = "cpu_read_gb_s" in reads
+    cpu = f"{reads['cpu_read_gb_s']:.0f} GB/s, once" if once else "in turns with each row"
     return (
-        f"{host(run)}; hidden {setup['hidden']}, intermediate {setup['intermediate']}, "
+        f"{host(run)}{cores}; hidden {setup['hidden']}, intermediate {setup['intermediate']}, "
         f"{setup['experts']} experts a layer, top-{setup['top_k']}, {setup['layers']} layers, "
         f"{setup['distinct_experts']} distinct experts; read rates: card "
-        f"{reads['card_read_gb_s']:.0f} GB/s, CPU {reads['cpu_read_gb_s']:.0f} GB/s; "
+        f"{reads['card_read_gb_s']:.0f} GB/s, CPU {cpu}; "
         f"{setup['replays']} replays a figure."
     )
+
+
+def step_over(run: Row) -> str:
+    """The rows over the limit, named."""
+    rows = [row for row in run["results"] if row["kind"] == "step"]
+    over = [
+        f"{row['variant']}, {row['percent']} %, {row['tokens']} token{'s'[: row['tokens'] > 1]} "
+        f"(by {row['step_us'] - row['limit_us']:.1f} us)"
+        for row in rows
+        if not row["holds"]
+    ]
+    return f"{len(over)} of {len(rows)} rows over the limit{': ' * bool(over)}{'; '.join(over)}."
+
+
+def step_table(run: Row, head: list[str], rows: list[list[object]]) -> str:
+    """A table of steps between what was measured and which rows are over the limit."""
+    return "\n\n".join([step_caption(run), table(head, rows), step_over(run)])
 
 
 def step() -> str:
@@ -275,7 +296,7 @@ def step() -> str:
         return UNMEASURED
     run = record("hybrid-step")
     rows = [step_rows(row) for row in run["results"] if row["kind"] == "step"]
-    return step_caption(run) + "\n\n" + table(STEP_HEAD, rows)
+    return step_table(run, STEP_HEAD, rows)
 
 
 def step_variants() -> str:
@@ -284,7 +305,7 @@ def step_variants() -> str:
         return UNMEASURED
     run = record("hybrid-step-variants")
     rows = [[row["variant"], *step_rows(row)] for row in run["results"] if row["kind"] == "step"]
-    return step_caption(run) + "\n\n" + table(["waits by", *STEP_HEAD], rows)
+    return step_table(run, ["waits by", *STEP_HEAD], rows)
 
 
 def kernels() -> str:

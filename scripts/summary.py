@@ -80,7 +80,8 @@ def summary_step() -> list[object]:
     """How many of the hybrid steps are within their limit."""
     run = record("hybrid-step")
     rows = [row for row in run["results"] if row["kind"] == "step"]
-    said = f"{sum(row['holds'] for row in rows)} of {len(rows)} splits and batches within the limit"
+    held, worst = sum(row["holds"] for row in rows), max(row["ratio"] for row in rows)
+    said = f"{held} of {len(rows)} splits and batches within the limit, worst at {worst:.3f} of it"
     claim = "card and CPU together: the slower of the two, not their sum"
     return [claim, said, f"{run['setup']['card']}, {run['setup']['threads']} threads"]
 

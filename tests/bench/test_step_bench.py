@@ -15,7 +15,7 @@ from tests.kernels.cuda_host.emulator import HostGpu, HostLink, build_library, i
 
 from moet.base.errors import UsageError
 from moet.bench import moe, moe_gpu, step, step_rig
-from moet.bench.record import Record
+from moet.bench.record import Record, Row
 from moet.bench.render_gpu import render_moe, render_step
 from moet.bench.step_rig import draw_calls, draw_ids, resident_count, tiny
 from moet.formats.mxint import ActFormat
@@ -23,7 +23,9 @@ from moet.hybrid.mailbox import Variant
 from moet.kernels.cpu import Pool
 from moet.kernels.cuda.opened import OpenedCard
 from moet.kernels.spec import LayerSpec
+from moet.machine.cpu import usable_threads
 
+RECORDS = Path(__file__).parents[2] / "benchmarks/records"
 SPEC = LayerSpec(hidden=64, intermediate=32, experts=12, top_k=3, act=ActFormat.MXINT8)
 
 
@@ -93,19 +95,51 @@ def test_the_step_bench_measures_every_row(gpu: HostGpu, monkeypatch: pytest.Mon
     assert all(0 <= share <= 1 for share in told)
     for row in rows:
         assert row["on_card"] == pytest.approx(row["percent"] / 100, abs=0.2)
-        slower = max(row["card_us"], row["cpu_us"]) + row["round_trip_us"] + step.SPARE_US
-        assert row["ratio"] == pytest.approx(row["step_us"] / slower)
+        assert row["ratio"] == pytest.approx(row["step_us"] / row["limit_us"])
+        assert row["holds"] == (row["ratio"] <= 1)
+        assert (row["cpu_read_gb_s"] > 0) == (row["cpu_read_share"] > 0) == (row["percent"] < 100)
         assert row["extrapolated_ms"] == pytest.approx(row["step_us"] * 0.04)
         assert (row["cpu_us"] == 0) == (row["percent"] == 100)
         assert (row["cpu_in_step_us"] > 0) == (row["percent"] < 100)
         assert (row["card_experts"] > 0) == (row["percent"] > 0)
         assert row["step_p95_us"] >= row["step_us"] > 0
     assert record.setup["distinct_experts"] == 24
+    assert (record.setup["threads"], record.setup["cores"]) == (2, usable_threads())
     again = Record.from_json(record.to_json())
     text = io.StringIO()
     Console(file=text, width=200).print(render_step(again))
     assert "extrapolated: 40 layers" in text.getvalue()
     assert "hostfunc: us a layer" in text.getvalue()
+
+
+TIMES: Row = {"step_us": 107.0, "round_trip_us": 12.0, "cpu_in_round_trip_us": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("times", "limit"),
+    [
+        ({"card_us": 40.0, "cpu_us": 100.0, "cpu_experts": 3.0}, 105.0 + 2.0 + 5.0),
+        ({"card_us": 100.0, "cpu_us": 40.0, "cpu_experts": 3.0}, 105.0 + 2.0 + 5.0),
+        ({"card_us": 100.0, "cpu_us": 0.0, "cpu_experts": 0.0}, 105.0 + 5.0),
+        ({"card_us": 90.0, "cpu_us": 0.0, "cpu_experts": 0.0}, 94.5 + 5.0),
+    ],
+)
+def test_the_limit_counts_the_cpus_compute_once_and_mail_only_where_there_is_any(
+    times: Row, limit: float
+) -> None:
+    judged = step.judged(TIMES | times)
+    assert judged["limit_us"] == pytest.approx(limit)
+    assert judged["ratio"] == pytest.approx(107 / limit)
+    assert judged["holds"] == (limit >= 107)
+    assert judged["wait_us"] == 107 - times["card_us"]
+
+
+@pytest.mark.parametrize("name", ["hybrid-step", "hybrid-step-variants"])
+def test_recorded_rows_are_judged_by_the_same_rule(name: str) -> None:
+    record = Record.from_json((RECORDS / f"{name}.json").read_text())
+    assert record.rows("step")
+    for row in record.rows("step"):
+        assert row == row | step.judged(row)
 
 
 @pytest.mark.parametrize(

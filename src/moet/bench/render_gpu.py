@@ -27,27 +27,30 @@ def render_step(record: Record) -> RenderableType:
         f"hidden {setup['hidden']}, intermediate {setup['intermediate']}, "
         f"{setup['experts']} experts, top {setup['top_k']}, {setup['layers']} layers; "
         f"{setup['card']} ({reads['card_read_gb_s']:.0f} GB/s read), "
-        f"{record.machine['cpu']['model']}, {setup['threads']} threads "
-        f"({reads['cpu_read_gb_s']:.0f} GB/s read)"
+        f"{record.machine['cpu']['model']}, {setup['threads']} threads"
     )
     variants = dict.fromkeys(row["variant"] for row in record.rows("step"))
     tables = [_variant(record, name) for name in variants]
     return Group(title, *tables, f"(*) extrapolated: {setup['extrapolation']}")
 
 
+_TIMES = (
+    "step", "step_p95", "one_at_a_time", "card", "cpu", "wait", "round_trip", "cpu_in_round_trip",
+    "limit",
+)  # fmt: skip
+
+
 def _variant(record: Record, variant: str) -> Table:
     columns = [
-        "on card", "tokens", "step us", "p95", "card", "CPU", "wait", "round trip", "limit",
-        "ratio", "CPU read", "card read", "40 layers* ms",
+        "on card", "tokens", "step us", "p95", "one at a time", "card", "CPU", "wait", "round trip",
+        "its CPU", "limit", "ratio", "CPU read", "card read", "40 layers* ms",
     ]  # fmt: skip
     table = _table(f"{variant}: us a layer", columns)
     for row in (row for row in record.rows("step") if row["variant"] == variant):
         table.add_row(
             f"{row['on_card']:.0%}",
             str(row["tokens"]),
-            *(_us(row[f"{key}_us"]) for key in ("step", "step_p95", "card", "cpu", "wait")),
-            _us(row["round_trip_us"]),
-            _us(row["limit_us"]),
+            *(_us(row[f"{key}_us"]) for key in _TIMES),
             f"{row['ratio']:.2f}",
             f"{row['cpu_read_share']:.0%}",
             f"{row['card_read_share']:.0%}",

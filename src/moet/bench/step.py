@@ -8,15 +8,21 @@ every replay, a layer's
     CPU alone    the same requests, answered without a card
     round trip   post, wait and combine where the CPU has next to nothing to do
 
-The limit is 1.05 x the slower of the two alone, a round trip and 5 us. Whatever is extrapolated to
-a model's number of layers says so and counts the experts only.
+The limit is 1.05 x the slower of the two alone, and 5 us; where the CPU is asked for rows, also the
+round trip without what the CPU computes in it, which its time alone has already. Whatever is
+extrapolated to a model's number of layers says so and counts the experts only.
+
+The CPU alone and a plain read loop of its memory take turns with the steps: a host's memory is not
+equally fast at all times. A step is timed twice: as one of many that lie ready, and launched when
+the one before it is over, as in decode.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -33,19 +39,20 @@ from moet.kernels.cpu import Pool, ReadProbe, choose_isa
 from moet.kernels.cuda.gpu import Graph
 from moet.kernels.cuda.opened import OpenedCard
 from moet.kernels.spec import LayerSpec
+from moet.machine.cpu import usable_threads
 from moet.tiers.arena import Arena
 
 SLACK: Final = 1.05
 SPARE_US: Final = 5.0
-"""A layer may take `SLACK` x max(card, CPU) + a round trip + `SPARE_US`."""
+"""A layer may take `SLACK` x max(card, CPU) + the mail of a round trip + `SPARE_US`: `judged`."""
 
 EXTRAPOLATED_LAYERS: Final = 40
-READ_PASSES: Final = 5
 READ_BYTES: Final = 4 << 30
 
 WARM_UP: Final = 3
 TURNS: Final = 5
-"""Card and CPU together, then the CPU alone on the same calls: so often in a row of the table."""
+"""Card and CPU together, the CPU alone on the same calls, a pass of its read loop: so often a row
+of the table."""
 
 Progress = Callable[[str, float], None]
 
@@ -138,6 +145,7 @@ def _setup(card: OpenedCard, pool: Pool, options: Options, nbytes: int) -> dict[
         "expert_bytes": spec.layout.payload_bytes,
         "host_bytes": nbytes,
         "threads": pool.threads,
+        "cores": usable_threads(),
         "isa": choose_isa(options.isa),
         "replays": options.replays,
         "seed": options.seed,
@@ -161,14 +169,14 @@ class _Bench:
         self.rng = np.random.default_rng(options.seed)
 
     def rows(self, progress: Progress) -> Iterator[Row]:
-        """The read rates, then every measured row."""
+        """The card's read rate, then every measured row."""
+        with self._read_loop() as self.read:
+            yield from self._rows(progress)
+
+    def _rows(self, progress: Progress) -> Iterator[Row]:
         options, gpu = self.options, self.card.gpu
-        reads: Row = {
-            "kind": "read",
-            "card_read_gb_s": moe_gpu.read_bandwidth(gpu, gpu.stream()) / 1e9,
-            "cpu_read_gb_s": self._cpu_read() / 1e9,
-        }
-        yield reads
+        card_read = moe_gpu.read_bandwidth(gpu, gpu.stream()) / 1e9
+        yield {"kind": "read", "card_read_gb_s": card_read}
         jobs = len(options.variants) * len(options.percents)
         for number, variant in enumerate(options.variants):
             rig = self._rig(variant)
@@ -179,21 +187,23 @@ class _Bench:
                     resident = rig.place(percent)
                     for tokens in options.tokens:
                         measure = _Measurement(self, rig, tokens, percent)
-                        row = measure.row(reads) | {"experts_on_card": resident}
+                        row = measure.row(card_read) | {"experts_on_card": resident}
                         yield {"kind": "step", "variant": str(variant)} | row
             finally:
                 rig.close()
 
-    def _cpu_read(self) -> float:
+    @contextmanager
+    def _read_loop(self) -> Iterator[ReadProbe]:
+        """Over the experts, or over as many bytes of its own where they are too few."""
         wanted, tier = self.options.read_bytes or READ_BYTES, self.experts.tier
         if self.experts.nbytes >= wanted:
-            probe = ReadProbe(self.pool, tier.address_of(0), wanted)
-            return median([probe.run() for _ in range(READ_PASSES)])
+            yield ReadProbe(self.pool, tier.address_of(0), wanted)
+            return
         arena = Arena(wanted, populate=True)
-        probe = ReadProbe(self.pool, arena.address, wanted)
-        rate = median([probe.run() for _ in range(READ_PASSES)])
-        arena.close()
-        return rate
+        try:
+            yield ReadProbe(self.pool, arena.address, wanted)
+        finally:
+            arena.close()
 
     def _rig(self, variant: Variant) -> StepRig:
         options, spec = self.options, self.options.spec
@@ -206,6 +216,23 @@ class _Bench:
         )  # fmt: skip
 
 
+@dataclass
+class _Turns:
+    """What a row's turns have given.
+
+    Attributes:
+        laps: of the hybrid graph, microseconds a layer.
+        busy: of them the CPU's, a mean.
+        alone: the CPU without a card, microseconds a layer; empty where it is asked for nothing.
+        reads: of the CPU's memory, bytes a second; as many as turns, or empty likewise.
+    """
+
+    laps: list[float] = field(default_factory=list)
+    busy: float = 0.0
+    alone: list[float] = field(default_factory=list)
+    reads: list[float] = field(default_factory=list)
+
+
 class _Measurement:
     """One row."""
 
@@ -213,7 +240,7 @@ class _Measurement:
         self.bench, self.rig, self.tokens, self.percent = bench, rig, tokens, percent
         self.options = bench.options
 
-    def row(self, reads: Row) -> Row:
+    def row(self, card_read_gb_s: float) -> Row:
         """Measures it."""
         options, spec = self.options, self.options.spec
         calls = draw_calls(
@@ -222,7 +249,7 @@ class _Measurement:
         )  # fmt: skip
         load = self.rig.pin(calls)
         try:
-            hybrid, busy, cpu = self._in_turns(load, calls)
+            turns = self._in_turns(load, calls)
             single = self._one_at_a_time(load)
             card = self._alone(self.rig.card_graph(self.tokens), load)
             trip, in_trip = self._round_trip(1, 1)
@@ -235,17 +262,18 @@ class _Measurement:
             "on_card": calls.on_card,
             "card_experts": calls.card_experts,
             "cpu_experts": calls.cpu_experts,
-            "step_us": median(hybrid),
-            "step_p95_us": percentile(hybrid, 95),
+            "step_us": median(turns.laps),
+            "step_p95_us": percentile(turns.laps, 95),
             "one_at_a_time_us": single,
             "card_us": median(card),
-            "cpu_us": cpu,
-            "cpu_in_step_us": busy,
+            "cpu_us": median(turns.alone) if turns.alone else 0.0,
+            "cpu_read_gb_s": median(turns.reads) / 1e9 if turns.reads else 0.0,
+            "cpu_in_step_us": turns.busy,
             "round_trip_us": trip,
             "cpu_in_round_trip_us": in_trip,
             "round_trip_all_rows_us": moved,
         }
-        return row | _judged(row) | _rates(row, spec.layout.payload_bytes, reads)
+        return row | judged(row) | _rates(row, spec.layout.payload_bytes, card_read_gb_s)
 
     def _asked(self) -> int:
         """Slots of a token that the CPU has, rounded."""
@@ -278,29 +306,25 @@ class _Measurement:
     def _numbers(self) -> range:
         return range(WARM_UP, WARM_UP + self.options.replays)
 
-    def _in_turns(
-        self, load: Callable[[int], None], calls: Calls
-    ) -> tuple[list[float], float, float]:
-        """The hybrid graph's laps, the CPU's time in a layer of it, and the CPU alone: a few
-        replays, then the same calls without a card, and so on, since a host's memory is not equally
-        fast at all times."""
+    def _in_turns(self, load: Callable[[int], None], calls: Calls) -> _Turns:
+        """A few replays of the hybrid graph, then the same calls without a card, then a pass of the
+        read loop, and so on."""
         graph, posts = self.rig.hybrid_graph(self.tokens)
         numbers, each = self._numbers, -(-self.options.replays // TURNS)
-        laps: list[float] = []
-        alone: list[float] = []
-        busy = 0.0
+        turns = _Turns()
         for start in range(numbers.start, numbers.stop, each):
             turn = range(start, min(start + each, numbers.stop))
-            more, in_step = self._answered(graph, posts, load, turn)
-            laps += more
-            busy += in_step * len(turn) / len(numbers)
-            alone += self._cpu(calls, turn)
+            laps, busy = self._answered(graph, posts, load, turn)
+            turns.laps += laps
+            turns.busy += busy * len(turn) / len(numbers)
+            if (calls.asked >= 0).any():
+                self._cpu(calls, turn, turns)
         graph.close()
-        return laps, busy, median(alone) if alone else 0.0
+        return turns
 
     def _one_at_a_time(self, load: Callable[[int], None]) -> float:
-        """Microseconds a layer where each step is launched when the one before it is over, launch
-        and wake-up included."""
+        """Microseconds a layer where each step is launched when the one before it is over, as in
+        decode: launch and wake-up included."""
         mailbox, rig = self.rig.mailbox, self.rig
         graph, posts = rig.hybrid_graph(self.tokens)
         singles = []
@@ -326,20 +350,17 @@ class _Measurement:
         answers = mailbox.answered - answered
         return laps, 1e6 * (mailbox.busy_seconds - busy) / answers if answers else 0.0
 
-    def _cpu(self, calls: Calls, numbers: range) -> list[float]:
-        """Microseconds a layer of the CPU alone, for some of these calls."""
-        if not (calls.asked >= 0).any():
-            return []
+    def _cpu(self, calls: Calls, numbers: range, turns: _Turns) -> None:
+        """The CPU alone, for some of these calls, and what its memory delivers then."""
         most = -(-self.options.cpu_passes // TURNS)
         chosen = numbers[:: max(1, len(numbers) // most)][:most]
-        seconds = []
         with pinned(self.rig.pool.cpus[0]):
             self.rig.answer_alone(calls, numbers.start)
             for number in chosen:
                 start = time.perf_counter()
                 self.rig.answer_alone(calls, number)
-                seconds.append(time.perf_counter() - start)
-        return [1e6 * second / self.options.layers for second in seconds]
+                turns.alone.append(1e6 * (time.perf_counter() - start) / self.options.layers)
+            turns.reads.append(self.bench.read.run())
 
     def _round_trip(self, tokens: int, asked: int) -> tuple[float, float]:
         """Microseconds of a post, its answer and a combine; and the CPU's of them."""
@@ -349,30 +370,37 @@ class _Measurement:
         return median(laps) * self.options.layers / step_rig.ROUND_TRIPS, answer
 
 
-def _judged(row: Row) -> Row:
-    """What follows from the times: the wait, the limit, and whether it holds."""
-    slower = max(row["card_us"], row["cpu_us"])
-    limit = SLACK * slower + row["round_trip_us"] + SPARE_US
+def judged(row: Row) -> Row:
+    """What follows from a row's times: the wait, the limit, the step's share of it.
+
+    The round trip's own compute is not in the limit: the CPU's time alone has what is computed.
+    Where nobody is asked for a row there is no mail to wait for.
+    """
+    mail = row["round_trip_us"] - row["cpu_in_round_trip_us"] if row["cpu_experts"] else 0.0
+    limit = SLACK * max(row["card_us"], row["cpu_us"]) + mail + SPARE_US
     return {
         "wait_us": max(0.0, row["step_us"] - row["card_us"]),
         "limit_us": limit,
-        "ratio": row["step_us"] / (slower + row["round_trip_us"] + SPARE_US),
+        "ratio": row["step_us"] / limit,
         "holds": row["step_us"] <= limit,
         "extrapolated_ms": row["step_us"] * EXTRAPOLATED_LAYERS / 1e3,
     }
 
 
-def _rates(row: Row, expert_bytes: int, reads: Row) -> Row:
-    """Bytes of experts over times, beside the read rates of the same run."""
+def _rates(row: Row, expert_bytes: int, card_read_gb_s: float) -> Row:
+    """Bytes of experts over times, beside what the memories deliver."""
 
     def rate(experts: float, us: float) -> float:
         return experts * expert_bytes / us / 1e3 if us else 0.0
 
+    def of_reads(gb_s: float) -> float:
+        return gb_s / row["cpu_read_gb_s"] if gb_s else 0.0
+
     cpu, card = rate(row["cpu_experts"], row["cpu_us"]), rate(row["card_experts"], row["card_us"])
     return {
         "cpu_gb_s": cpu,
-        "cpu_read_share": cpu / reads["cpu_read_gb_s"],
-        "cpu_read_share_in_step": rate(row["cpu_experts"], row["step_us"]) / reads["cpu_read_gb_s"],
+        "cpu_read_share": of_reads(cpu),
+        "cpu_read_share_in_step": of_reads(rate(row["cpu_experts"], row["step_us"])),
         "card_gb_s": card,
-        "card_read_share": card / reads["card_read_gb_s"],
+        "card_read_share": card / card_read_gb_s,
     }

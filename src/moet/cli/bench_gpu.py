@@ -45,7 +45,8 @@ def step(
 
     Per way to wait, share and tokens, in microseconds a layer: the hybrid step (one CUDA graph of
     all layers, new random experts in every replay), the card alone, the CPU alone, the mailbox
-    alone, and the limit: 1.05 x the slower of the two alone + a round trip of the mailbox + 5 us.
+    alone, and the limit: 1.05 x the slower of the two alone + 5 us and, where the CPU is asked, the
+    mailbox's round trip without the CPU's part. One core is left to the thread that launches.
     The experts are random and take their full size in memory: 29 GB for four layers of
     DeepSeek-V4.1-Flash. Exit status 1: a limit does not hold.
     """

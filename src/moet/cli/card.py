@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(device: int) -> Iterator[tuple[OpenedCard, Pool]]:
-    """The GPU and the CPU's workers, as the settings say."""
+    """The GPU and the CPU's workers: as many as the settings say, or all cores but the one that
+    launches, since workers poll while a step is in flight."""
     from moet.kernels.cpu import Pool
     from moet.kernels.cuda import opened as cuda
+    from moet.machine.cpu import usable_threads
 
     settings = env.read()
     with cuda.opened_card(settings.cache_dir, device) as card:
-        yield card, Pool(settings.threads)
+        yield card, Pool(settings.threads or max(1, usable_threads() - 1))
 
 
 def variants(text: str, card: OpenedCard, pool: Pool) -> tuple[Variant, ...]:
