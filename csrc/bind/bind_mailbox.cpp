@@ -36,6 +36,7 @@ void bind_mailbox(nb::module_& m) {
       .def("close", &Mailbox::close, Unlocked())
       .def_prop_ro("verdict", [](const Mailbox& m) { return int(m.verdict()); })
       .def_prop_ro("message", &Mailbox::message)
+      .def_prop_ro("hint", &Mailbox::hint)
       .def_prop_ro("answered", &Mailbox::answered)
       .def_prop_ro("busy_ns", &Mailbox::busy_ns)
       .def_prop_ro("thread_ids", &Mailbox::thread_ids)

@@ -7,6 +7,7 @@
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 namespace moet {
@@ -28,16 +29,24 @@ class Event {
   }
 
   // Sleeps until woken, unless something was signalled after `seen`. May return early.
-  void wait(uint32_t seen) {
-    asleep_.fetch_add(1, std::memory_order_seq_cst);
-    futex(FUTEX_WAIT_PRIVATE, seen);
-    asleep_.fetch_sub(1, std::memory_order_seq_cst);
+  void wait(uint32_t seen) { sleep(seen, nullptr); }
+
+  // The same, for a second at most.
+  void wait_a_second(uint32_t seen) {
+    const timespec limit = {1, 0};
+    sleep(seen, &limit);
   }
 
  private:
-  void futex(int operation, uint32_t value) {
+  void sleep(uint32_t seen, const timespec* limit) {
+    asleep_.fetch_add(1, std::memory_order_seq_cst);
+    futex(FUTEX_WAIT_PRIVATE, seen, limit);
+    asleep_.fetch_sub(1, std::memory_order_seq_cst);
+  }
+
+  void futex(int operation, uint32_t value, const timespec* limit = nullptr) {
     static_assert(sizeof(count_) == sizeof(uint32_t));
-    syscall(SYS_futex, &count_, operation, value, nullptr, nullptr, 0);
+    syscall(SYS_futex, &count_, operation, value, limit, nullptr, 0);
   }
 
   std::atomic<uint32_t> count_{0};

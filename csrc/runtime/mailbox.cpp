@@ -9,6 +9,7 @@
 #include <time.h>
 
 #include "../core/refusal.h"
+#include "../core/signals.h"
 #include "starvation.h"
 
 namespace moet {
@@ -41,6 +42,31 @@ void store(T& word, T value) {
   __atomic_store_n(&word, value, __ATOMIC_RELEASE);
 }
 
+struct Failure {
+  Verdict why = kDone;
+  std::string message, hint;
+};
+
+// A request that is not what the card can have written.
+class Torn : public Refusal {
+  using Refusal::Refusal;
+};
+
+Failure bell_fault(uint64_t sequence, uint64_t seen, uint64_t most) {
+  const std::string what = "the doorbell shows post " + std::to_string(sequence) + " after " +
+                           std::to_string(seen) + " of " + std::to_string(most);
+  if (sequence == most + 1)
+    return {kUnannounced, what, "announce every step before it is enqueued or replayed"};
+  return {kCorrupt, what, ""};
+}
+
+int pin_to(int cpu) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  return pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+}
+
 void sleep_ns(int64_t ns) { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); }
 
 }  // namespace
@@ -59,10 +85,10 @@ struct Mailbox::State {
   std::atomic<uint64_t> answers{0};
   std::atomic<int64_t> busy{0};
   std::atomic<int> fault{0};
-  std::atomic<int> thread_id[2] = {0, 0};
+  std::atomic<int> thread_id[2] = {0, 0}, pin_error{0};
   Event steps, answered;
   std::mutex lock;
-  std::string message;
+  std::string message, hint;
 
   MailPage& page() const { return *memory.page; }
   bool broken() const { return load(page().broken) != kDone; }
@@ -74,7 +100,8 @@ struct Mailbox::State {
   void answer(uint64_t sequence);
   void run_request(uint64_t sequence);
   void guard();
-  void give_up(Verdict why, const std::string& words);
+  void watch_the_bell();
+  void give_up(const Failure& failure);
 };
 
 // --- the conductor
@@ -102,6 +129,7 @@ void Mailbox::State::conduct() {
 // attention): after a quiet second the polls leave the core to others.
 void Mailbox::State::poll() {
   uint64_t before = served.load();
+  bool quiet = false;
   for (int64_t last = now_ns(); in_flight() && !stopping.load();) {
     for (int i = 0; i < kPollsAClock && served.load() == before && !broken(); ++i) {
       look();
@@ -110,20 +138,22 @@ void Mailbox::State::poll() {
     if (served.load() != before) {
       before = served.load();
       last = now_ns();
+      if (quiet) pool->keep_awake();
+      quiet = false;
     } else if (now_ns() - last > kQuietNs) {
-      pool->let_sleep();
+      if (!quiet) pool->let_sleep();
+      quiet = true;
       sleep_ns(kRarePollNs);
     }
   }
 }
 
 void Mailbox::State::look() {
-  const uint64_t bell = load(page().doorbell), sequence = bell >> 1, seen = served.load();
+  const uint64_t seen = served.load();  // before the bell, which only grows
+  const uint64_t bell = load(page().doorbell), sequence = bell >> 1;
   if (sequence == seen) return;
   const uint64_t most = expected.load();
-  if (sequence < seen || sequence > most)
-    return give_up(kCorrupt, "the doorbell shows post " + std::to_string(sequence) + " after " +
-                                 std::to_string(seen) + " of " + std::to_string(most));
+  if (sequence < seen || sequence > most) return give_up(bell_fault(sequence, seen, most));
   if (bell & 1) {
     answering.store(true);
     answer(sequence);
@@ -135,20 +165,19 @@ void Mailbox::State::look() {
 
 void Mailbox::State::answer(uint64_t sequence) {
   const int64_t start = now_ns();
-  std::string failure;
-  Verdict verdict = kDone;
+  Failure failure;
   try {
     run_request(sequence);
+  } catch (const Torn& torn) {
+    failure = {kCorrupt, torn.what(), torn.hint()};
   } catch (const Refusal& refusal) {
-    failure = refusal.what();
-    verdict = failure.rfind("the request", 0) == 0 ? kCorrupt : kRefused;
+    failure = {kRefused, refusal.what(), refusal.hint()};
   } catch (const std::exception& error) {
-    failure = error.what();
-    verdict = kRefused;
+    failure = {kRefused, error.what(), ""};
   }
   busy.fetch_add(now_ns() - start);
   answers.fetch_add(1);
-  if (verdict != kDone) give_up(verdict, failure);
+  if (failure.why != kDone) give_up(failure);
   if (broken()) return;  // too late: the guard has released the card
   const bool wrong = fault.load() == 2 && fault.exchange(0) == 2;
   store(page().answered, wrong ? sequence + 12345 : sequence);
@@ -165,19 +194,20 @@ void Mailbox::State::run_request(uint64_t sequence) {
                      p.slots <= memory.max_slots && p.x_type <= 2;
   const auto layer = layers.find(p.layer);
   if (!whole || layer == layers.end())
-    throw Refusal("the request of post " + std::to_string(sequence) + " is not whole: layer " +
-                  std::to_string(p.layer) + ", " + std::to_string(p.tokens) + " tokens");
+    throw Torn("the request of post " + std::to_string(sequence) + " is not whole: layer " +
+               std::to_string(p.layer) + ", " + std::to_string(p.tokens) + " tokens");
   layer->second->run({memory.x, DType(p.x_type), int(p.tokens), nullptr, memory.ids, IdType::kI32,
                       int(p.slots), nullptr, DType::kF32, 1.0f, false, memory.rows});
 }
 
 // Releases the card, whatever it waits on: it will not use rows, and says so in its output.
-void Mailbox::State::give_up(Verdict why, const std::string& words) {
+void Mailbox::State::give_up(const Failure& failure) {
   {
     const std::lock_guard<std::mutex> hold(lock);
     if (broken()) return;
-    message = words;
-    store(page().broken, uint32_t(why));
+    message = failure.message;
+    hint = failure.hint;
+    store(page().broken, uint32_t(failure.why));
   }
   store(page().gate, 1u);
   answered.signal(1 << 20);
@@ -196,8 +226,14 @@ void Mailbox::State::guard() {
   int64_t began = now_ns(), counted = 0;
   while (!stopping.load()) {
     const uint32_t seen = steps.now();
+    if (broken()) {  // a post that the card made before it knew must not wait either
+      store(page().gate, 1u);
+      sleep_ns(tick);
+      continue;
+    }
     if (!in_flight()) {
-      steps.wait(seen);
+      steps.wait_a_second(seen);
+      watch_the_bell();
       began = now_ns(), counted = 0;
       continue;
     }
@@ -213,9 +249,17 @@ void Mailbox::State::guard() {
     }
     if (!starved) counted += slept;
     if (counted > stall_ns || now - began > kMostStalls * stall_ns)
-      give_up(kStalled, "the CPU's workers made no progress for " +
-                            std::to_string((now - began) / 1'000'000) + " ms");
+      give_up({kStalled, "the CPU's workers made no progress for " +
+                             std::to_string((now - began) / 1'000'000) + " ms", ""});
   }
+}
+
+// While nobody polls: a post with work that nobody was told of would wait for ever.
+void Mailbox::State::watch_the_bell() {
+  const uint64_t most = expected.load();
+  const uint64_t bell = load(page().doorbell);
+  if ((bell & 1) && bell >> 1 > most && most == expected.load())
+    give_up(bell_fault(bell >> 1, served.load(), most));
 }
 
 // --- the door
@@ -229,14 +273,13 @@ Mailbox::Mailbox(std::shared_ptr<Pool> pool, const MailMemory& memory, int64_t s
   s.polls = polls;
   *memory.page = MailPage{};
   memory.page->gate = 1;
-  s.pool->set_pulse(&memory.page->pulse);
+  if (!s.pool->claim_pulse(&memory.page->pulse))
+    throw Refusal("this pool has a mailbox already", "close that one first, or give each its own pool");
   // Worker 0's core: the conductor runs the pool's steps.
   const int core = s.pool->cpus().front();
+  const SignalsHeldBack held_back;
   conductor_ = std::thread([state = state_, core] {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(core, &set);
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+    state->pin_error = pin_to(core);
     pthread_setname_np(pthread_self(), "moet-mail");
     state->thread_id[0] = int(syscall(SYS_gettid));
     state->thread_id[0].notify_all();
@@ -244,6 +287,11 @@ Mailbox::Mailbox(std::shared_ptr<Pool> pool, const MailMemory& memory, int64_t s
     state->ended.fetch_add(1);
   });
   s.thread_id[0].wait(0);
+  if (s.pin_error) {
+    close();
+    throw Refusal("the mailbox cannot run on CPU " + std::to_string(core),
+                  "pass only CPUs that the process may use (its cpuset)");
+  }
   guard_ = std::thread([state = state_] {
     pthread_setname_np(pthread_self(), "moet-guard");
     state->thread_id[1] = int(syscall(SYS_gettid));
@@ -270,12 +318,17 @@ void Mailbox::settle() {
   const uint64_t posted = load(s.page().doorbell) >> 1;
   s.served.store(posted);
   s.expected.store(posted);
+  s.steps.signal(2);  // nothing is in flight any more: everybody may sleep
 }
 
 void Mailbox::answer_now() {
   State& s = *state_;
   const uint64_t bell = load(s.page().doorbell);
-  if (!(bell & 1)) return s.served.store(bell >> 1);
+  if (!(bell & 1)) {
+    s.served.store(bell >> 1);
+    if (!s.in_flight()) s.steps.signal(2);  // the last of its step
+    return;
+  }
   s.asked.store(bell >> 1);
   s.steps.signal(2);
   for (;;) {
@@ -292,12 +345,18 @@ std::string Mailbox::message() const {
   return state_->message;
 }
 
+std::string Mailbox::hint() const {
+  const std::lock_guard<std::mutex> hold(state_->lock);
+  return state_->hint;
+}
+
 void Mailbox::reset() {
   State& s = *state_;
   if (s.answering.load()) throw Refusal("a worker is still in a layer", "it must come back first");
   settle();
   const std::lock_guard<std::mutex> hold(s.lock);
   s.message.clear();
+  s.hint.clear();
   s.asked.store(s.served.load());
   store(s.page().given_up, 0u);
   store(s.page().gate, 1u);
@@ -309,19 +368,15 @@ bool Mailbox::close() {
   if (closed_) return clean_;
   closed_ = true;
   State& s = *state_;
-  s.give_up(kStopped, "the mailbox was closed");
+  s.give_up({kStopped, "the mailbox was closed", ""});
   s.stopping.store(true);
   s.steps.signal(2);
-  for (int waited = 0; s.ended.load() < 2 && waited < 2000; ++waited) sleep_ns(1'000'000);
-  clean_ = s.ended.load() == 2;
-  if (clean_) {
-    conductor_.join();
-    guard_.join();
-    s.pool->set_pulse(nullptr);
-  } else {
-    conductor_.detach();
-    guard_.detach();
-  }
+  const int running = int(conductor_.joinable()) + int(guard_.joinable());
+  for (int waited = 0; s.ended.load() < running && waited < 2000; ++waited) sleep_ns(1'000'000);
+  clean_ = s.ended.load() == running;
+  for (std::thread* thread : {&conductor_, &guard_})
+    if (thread->joinable()) clean_ ? thread->join() : thread->detach();
+  if (clean_) s.pool->release_pulse(&s.page().pulse);
   return clean_;
 }
 

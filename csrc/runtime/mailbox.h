@@ -57,6 +57,7 @@ class Mailbox {
   // Why nobody answers any more (kDone: all is well), and in words.
   Verdict verdict() const;
   std::string message() const;
+  std::string hint() const;
 
   // After a failure, with the card idle and the workers back: as new, its sequence at `posted`.
   void reset();

@@ -37,6 +37,7 @@ enum Verdict : uint32_t {
   kStalled = 2,  // the CPU's workers made no progress
   kCorrupt = 3,  // a word of the page is not what it can be
   kStopped = 4,  // the mailbox was closed or given up
+  kUnannounced = 5,  // a post came that `begin` was not told of
 };
 
 // Tells a torn or overwritten request from a whole one.

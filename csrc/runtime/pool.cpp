@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <csignal>
 #include <cstring>
 #include <string>
 
@@ -11,6 +10,7 @@
 #include <sched.h>
 
 #include "../core/refusal.h"
+#include "../core/signals.h"
 #include "float_env.h"
 
 namespace moet {
@@ -34,22 +34,6 @@ int pin_to(int cpu) {
   CPU_SET(cpu, &set);
   return pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
-
-// Blocks signals while threads are made: they inherit that, and the engine's handlers stay in the
-// engine's own threads. Not those that a thread causes itself: a crash report must name it.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, own);
-    pthread_sigmask(SIG_SETMASK, &all, &saved_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
-
- private:
-  sigset_t saved_;
-};
 
 }  // namespace
 
@@ -79,7 +63,7 @@ void Pool::order_cpus() {
 }
 
 void Pool::start_workers() {
-  SignalsBlocked blocked;
+  const SignalsHeldBack held_back;
   starting_.store(threads_ - 1);
   try {
     for (int i = 1; i < threads_; ++i)
@@ -186,7 +170,9 @@ bool Pool::take(Worker& worker) {
   }
   Claim claim;
   if (!board_.claim(epoch, worker.cursor, claim)) return false;
-  if (worker.id == 0) __atomic_store_n(pulse_, *pulse_ + 1, __ATOMIC_RELAXED);
+  if (worker.id == 0)
+    if (uint64_t* pulse = pulse_.load(std::memory_order_relaxed))
+      __atomic_store_n(pulse, *pulse + 1, __ATOMIC_RELAXED);
   if (worker.slept) work_.wake(kWakeFanOut);
   worker.slept = false;
   execute(claim, worker);
@@ -228,9 +214,13 @@ void Pool::keep_awake() {
   work_.signal(threads_);
 }
 
-void Pool::set_pulse(uint64_t* address) {
-  const Session session(*this);
-  pulse_ = address ? address : &own_pulse_;
+bool Pool::claim_pulse(uint64_t* address) {
+  uint64_t* none = nullptr;
+  return pulse_.compare_exchange_strong(none, address);
+}
+
+void Pool::release_pulse(uint64_t* address) {
+  pulse_.compare_exchange_strong(address, nullptr);
 }
 
 void Pool::set_heartbeat(uint64_t* address) {

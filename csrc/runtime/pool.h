@@ -88,8 +88,9 @@ class Pool {
   void let_sleep() { awake_.store(false); }
 
   // An address whose 64-bit word worker 0 raises with every item that it does: a sign of life that
-  // the GPU can read. Null: none.
-  void set_pulse(uint64_t* address);
+  // the GPU can read. One at a time: false where the pool has another. Any thread may call both.
+  bool claim_pulse(uint64_t* address);
+  void release_pulse(uint64_t* address);
 
   // Counts the beginnings and the ends of jobs: odd while one is in flight. An address moves the
   // counter there (shared memory for a watchdog in another process); null brings it back.
@@ -145,8 +146,7 @@ class Pool {
   std::exception_ptr error_;
 
   std::atomic<bool> awake_{false};
-  uint64_t own_pulse_ = 0;
-  uint64_t* pulse_ = &own_pulse_;
+  std::atomic<uint64_t*> pulse_{nullptr};
   uint64_t own_heartbeat_ = 0;
   uint64_t* heartbeat_ = &own_heartbeat_;
 

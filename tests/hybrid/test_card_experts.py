@@ -129,6 +129,28 @@ def test_more_than_the_card_holds_is_refused(model: Model) -> None:
     with pytest.raises(TierError):
         model.place({2: tuple(range(7))})
     model.check(3)
+    assert model.experts.resident == 0
+    assert model.place({2: (0, 1), 5: (3,)}) == 3 * RECORD, "what had landed is in nobody's way"
+    model.check(3)
+
+
+def test_a_record_of_another_size_or_layer_is_refused(model: Model) -> None:
+    stray = RamTier(4 * RECORD, populate=False)
+    for key, nbytes, error in (
+        (ExpertKey(2, 0), 2 * RECORD, TierError),
+        (ExpertKey(3, 0), RECORD, KernelError),
+    ):
+        stray.put(key, np.zeros(nbytes, np.uint8))
+        with stray.acquire(key) as lease, pytest.raises(error):
+            model.experts.bind([lease])
+    model.check(2)
+
+
+def test_an_expert_that_is_bound_again_gives_its_old_record_back(model: Model) -> None:
+    held = model.ram.stats().leases
+    model.experts.bind([model.ram.acquire(ExpertKey(2, 0))])
+    assert model.ram.stats().leases == held
+    model.check(2)
 
 
 def test_an_expert_that_is_nowhere_cannot_be_placed(model: Model) -> None:

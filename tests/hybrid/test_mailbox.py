@@ -28,6 +28,7 @@ from moet.kernels.cpu import CpuLayer, Pool, default_cpus
 from moet.kernels.cuda.gpu import Gpu
 from moet.kernels.cuda.layer import CudaLayer, Step, workspace_of
 from moet.kernels.cuda.link import Link
+from moet.kernels.cuda.mail import GATE_AT
 from moet.kernels.cuda.plan import plan_layer
 from moet.kernels.spec import DType, LayerSpec
 from moet.verify.cases import LayerCase, random_routing, random_x
@@ -346,7 +347,9 @@ def test_a_worker_that_is_slow_is_waited_for(parts: Parts) -> None:
         rig.place([[], []])
         _core.exam_stall(rig.pool.core, -1, 300)
         call = rig.call(4)
+        start = time.monotonic()
         call.run()
+        assert time.monotonic() - start >= 0.3
         call.assert_right()
 
 
@@ -371,6 +374,76 @@ def test_a_doorbell_that_nobody_announced_is_an_error(parts: Parts) -> None:
             time.sleep(0.001)
         with pytest.raises(StepError, match="doorbell shows post 40 after 0 of 1"):
             rig.mailbox.check()
+
+
+@pytest.mark.parametrize("variant", Variant)
+def test_a_replay_that_nobody_announced_is_an_error(parts: Parts, variant: Variant) -> None:
+    with opened(Rig(parts, SPECS["int8"], variant, layers=1)) as rig:
+        rig.place([[]])
+        call = rig.call(2)
+        with rig.mailbox.recording():
+            graph = rig.card.capture(rig.stream, call.enqueue)
+        graph.replay()
+        rig.card.synchronise()
+        with pytest.raises(StepError, match=r"not told of.* post 1 after 0 of 0") as caught:
+            rig.mailbox.check()
+        assert "announce" in caught.value.hint
+        recovered(rig)
+
+
+def test_a_gate_that_shuts_after_the_failure_is_opened_again(parts: Parts) -> None:
+    """As when the guard gives up just before the card posts once more."""
+    with opened(Rig(parts, SPECS["int8"], Variant.MEMOP, stall=STALL)) as rig:
+        rig.place([[], []])
+        rig.mailbox.announce(1)
+        ctypes.c_uint64.from_address(rig.mailbox.addresses.page).value = 2 * 40 + 1
+        gate = ctypes.c_uint32.from_address(rig.mailbox.addresses.page + GATE_AT)
+        end = time.monotonic() + PATIENT
+        while rig.mailbox.core.verdict == 0 and time.monotonic() < end:
+            time.sleep(0.001)
+        gate.value = 0
+        while gate.value == 0 and time.monotonic() < end:
+            time.sleep(0.001)
+        assert gate.value == 1
+
+
+def test_layers_that_interleave_are_refused(parts: Parts) -> None:
+    with opened(Rig(parts, SPECS["int8"])) as rig:
+        rig.place([[], []])
+        call = rig.call(2)
+        (first, step), (second, other) = call.steps()
+        first.start(step, rig.stream)
+        with pytest.raises(KernelError, match="starts before layer 10"):
+            second.start(other, rig.stream)
+        with pytest.raises(KernelError, match="layer 11 ends"):
+            second.finish(other, rig.stream)
+        first.finish(step, rig.stream)
+        rig.card.synchronise()
+        rig.mailbox.check()
+        np.testing.assert_array_equal(call.outs[0], call.want[0])
+
+
+def test_a_step_that_is_too_large_asks_nothing(parts: Parts) -> None:
+    with opened(Rig(parts, SPECS["int8"], layers=1)) as rig:
+        rig.place([[]])
+        call = rig.call(MOST + 1)
+        ((layer, step),) = call.steps()
+        with pytest.raises(KernelError, match="planned for"):
+            layer.start(step, rig.stream)
+        assert rig.mailbox.core.answered == 0
+        call.run()
+        call.assert_right()
+
+
+def test_a_pool_has_one_mailbox(parts: Parts) -> None:
+    with opened(Rig(parts, SPECS["int8"])) as rig:
+        sizes = MailSizes.of(rig.spec, MOST)
+        with pytest.raises(KernelError, match="has a mailbox already"):
+            Mailbox(rig.card, rig.link, rig.pool, sizes=sizes)
+        call = rig.call(2)
+        rig.place([[], []])
+        call.run()
+        call.assert_right()
 
 
 def test_an_expert_that_nobody_has_is_named(parts: Parts) -> None:
@@ -418,9 +491,11 @@ def cpu_seconds(thread: int) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def test_idle_threads_use_no_cpu(parts: Parts) -> None:
-    with opened(Rig(parts, SPECS["int8"])) as rig:
-        rig.place([[], []])
+@pytest.mark.parametrize("last", ["asks", "asks nothing"])
+@pytest.mark.parametrize("variant", Variant)
+def test_idle_threads_use_no_cpu(parts: Parts, variant: Variant, last: str) -> None:
+    with opened(Rig(parts, SPECS["int8"], variant)) as rig:
+        rig.place([[], [] if last == "asks" else list(range(rig.spec.experts))])
         rig.call(1).run()
         time.sleep(0.1)
         threads = [*rig.mailbox.core.thread_ids, *rig.pool.core.thread_ids]

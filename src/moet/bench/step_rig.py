@@ -226,7 +226,7 @@ class StepRig:
             step, self.stream, index=index, table=table.address, spec=card.spec,
             slots=card.spec.top_k,
         )  # fmt: skip
-        self.mailbox.wait(self.stream, early=False)
+        self.mailbox.wait(self.stream, index=index, early=False)
         mail = self.mailbox.addresses
         there = replace(step, elsewhere=Elsewhere.ON_HOST, host_rows=mail.rows, failed=mail.failed)
         card.run_combine(there, self.stream)

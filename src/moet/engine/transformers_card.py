@@ -158,7 +158,11 @@ class CardServed(Served):
             StepError: see `Mailbox.check`.
         """
         self.experts.mailbox.announce(posts[0])
-        graph.replay()
+        try:
+            graph.replay()
+        except BaseException:
+            self.experts.mailbox.settle()  # its posts will not come
+            raise
         self._synchronise()
         self.experts.mailbox.check()
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from moet.base.errors import KernelError
+from moet.hybrid.experts import require_record
 from moet.hybrid.mailbox import STALL_SECONDS, Mailbox, MailCard, MailLink, MailSizes, Variant
 from moet.hybrid.split import Split
 from moet.hybrid.step import HybridLayer
@@ -116,14 +117,24 @@ class CardExperts:
         return HybridLayer(index, kernels, table, self.mailbox)
 
     def bind(self, leases: Iterable[Lease]) -> None:
-        """Takes over leases of experts in host memory, and holds them.
+        """Takes over leases of experts in host memory, and holds them until `close` or until
+        another record is bound to the expert. No step may be in flight.
 
         Raises:
-            KernelError: an expert that its layer does not have.
+            TierError: a record that is not of its layer's size.
+            KernelError: a layer that is not there, or an expert that its layer does not have.
         """
         for lease in leases:
-            self._cpu[lease.key.layer].bind(lease.key.expert, lease.address)
+            layer, expert = lease.key
+            if layer not in self.specs:
+                known = ", ".join(map(str, sorted(self.specs)))
+                raise KernelError(f"there is no layer {layer}", hint=f"the layers are {known}")
+            require_record(lease, self.specs[layer])
+            self._cpu[layer].bind(expert, lease.address)
+            replaced = self._leases.get(lease.key)
             self._leases[lease.key] = lease
+            if replaced is not None and replaced is not lease:
+                replaced.release()
 
     def place(self, split: Split, stream: int) -> int:
         """Makes the card hold the experts of the split, all of them bound, and no others. Steps
@@ -137,7 +148,8 @@ class CardExperts:
             Bytes uploaded.
 
         Raises:
-            TierError: they do not fit, or a copy failed. The card then holds some of them.
+            TierError: they do not fit, or a copy failed. The card then holds those of the split
+                that it held before.
             KernelError: an expert that is not bound.
         """
         wanted = {ExpertKey(i, e) for i, experts in split.items() for e in experts}
@@ -149,7 +161,13 @@ class CardExperts:
             )
         self._remove([k for k in self._resident if k not in wanted], stream)
         incoming = sorted(wanted - self._resident.keys())
-        nbytes = self.tier.upload(self._leases[key] for key in incoming)
+        try:
+            nbytes = self.tier.upload(self._leases[key] for key in incoming)
+        except BaseException:
+            for key in incoming:
+                if key in self.tier:  # nobody has seen it yet
+                    self.tier.evict(key)
+            raise
         for key in incoming:
             lease = self._resident[key] = self.tier.acquire(key)
             self.tables[key.layer].put(key.expert, lease.address)

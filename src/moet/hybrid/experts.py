@@ -44,6 +44,19 @@ def tokens_a_step(spec: LayerSpec, most: int) -> int:
     return max(1, min(most, max(MAX_TOKENS, SCRATCH_BYTES // a_token), MOST_TOKENS))
 
 
+def require_record(lease: Lease, spec: LayerSpec) -> None:
+    """Refuses a record that is not one of the layer's.
+
+    Raises:
+        TierError: another size.
+    """
+    if lease.nbytes != spec.layout.record_bytes:
+        raise TierError(
+            f"the record of {lease.key} has {lease.nbytes} bytes, not {spec.layout.record_bytes}",
+            hint="it was loaded for another geometry or another rank",
+        )
+
+
 class Experts:
     """The routed experts of one layer on this rank's CPUs. Made by ``plan``."""
 
@@ -62,12 +75,7 @@ class Experts:
             KernelError: an expert that the layer does not have.
         """
         for lease in leases:
-            if lease.nbytes != self.spec.layout.record_bytes:
-                raise TierError(
-                    f"the record of {lease.key} has {lease.nbytes} bytes, not "
-                    f"{self.spec.layout.record_bytes}",
-                    hint="it was loaded for another geometry or another rank",
-                )
+            require_record(lease, self.spec)
             self._layer.bind(lease.key.expert, lease.address)
             replaced = self._leases.get(lease.key.expert)
             self._leases[lease.key.expert] = lease

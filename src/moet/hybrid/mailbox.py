@@ -64,6 +64,7 @@ class Verdict(IntEnum):
     STALLED = 2
     CORRUPT = 3
     STOPPED = 4
+    UNANNOUNCED = 5
 
 
 _MEANING: Final = {
@@ -71,6 +72,7 @@ _MEANING: Final = {
     Verdict.STALLED: "the CPU's share of a layer did not come",
     Verdict.CORRUPT: "a word of the mailbox was overwritten",
     Verdict.STOPPED: "the mailbox was closed while a step ran",
+    Verdict.UNANNOUNCED: "a step ran that the CPU was not told of",
 }
 
 _HINTS: Final = {
@@ -78,6 +80,7 @@ _HINTS: Final = {
     Verdict.STALLED: "look for stopped or starved threads named moet-*, or set MOET_THREADS lower",
     Verdict.CORRUPT: "report this: something writes into memory that is not its own",
     Verdict.STOPPED: "close it after the last step",
+    Verdict.UNANNOUNCED: "call announce before every step that is enqueued or replayed",
 }
 
 
@@ -146,7 +149,7 @@ class Mailbox:
         stall_seconds: an answer without progress for so long is given up.
 
     Raises:
-        KernelError: no memory, or a limit of locked memory.
+        KernelError: no memory, a limit of locked memory, or the pool has a mailbox already.
     """
 
     def __init__(
@@ -163,12 +166,18 @@ class Mailbox:
         self._card, self._link = card, link
         self._announced = 0
         self._recorded: int | None = None
+        self._open: int | None = None
         self._claim_memory()
         a = self.addresses
-        self.core = _core.Mailbox(
-            pool.core, a.page, a.x, a.ids, a.rows, sizes.tokens, sizes.slots, stall_seconds,
-            variant is not Variant.HOSTFUNC,
-        )  # fmt: skip
+        try:
+            self.core = _core.Mailbox(
+                pool.core, a.page, a.x, a.ids, a.rows, sizes.tokens, sizes.slots, stall_seconds,
+                variant is not Variant.HOSTFUNC,
+            )  # fmt: skip
+        except _core.Refusal as refusal:
+            card.free(self._state)
+            link.free_pinned(self._pinned)
+            raise KernelError(refusal.args[0], hint=refusal.args[1]) from None
         self._kernels = CudaMail(
             card, a, patience_seconds=_CARD_PATIENCE * stall_seconds, overlap=True
         )
@@ -236,12 +245,13 @@ class Mailbox:
             verdict = Verdict(given_up)
         if verdict is not Verdict.DONE:
             words = self.core.message or "the card gave up waiting"
-            raise StepError(f"{_MEANING[verdict]}: {words}", hint=_HINTS[verdict])
+            hint = self.core.hint or _HINTS[verdict]
+            raise StepError(f"{_MEANING[verdict]}: {words}", hint=hint)
 
     def settle(self) -> None:
         """The card is idle: posts that were announced and never came are not waited for. For a step
         that failed half-way."""
-        self._announced = 0
+        self._announced, self._open = 0, None
         self.core.settle()
 
     def reset(self) -> None:
@@ -250,7 +260,7 @@ class Mailbox:
         Raises:
             KernelError: a worker is still stuck in a layer.
         """
-        self._announced = 0
+        self._announced, self._open = 0, None
         try:
             self.core.reset()
         except _core.Refusal as refusal:
@@ -261,7 +271,18 @@ class Mailbox:
 
     def post(self, step: Step, stream: int, *, index: int, table: int, spec: LayerSpec,
              slots: int) -> None:  # fmt: skip
-        """Enqueues a layer's request: x and the ids of experts that are elsewhere."""
+        """Enqueues a layer's request: x and the ids of experts that are elsewhere.
+
+        Raises:
+            KernelError: another layer's rows have not been waited for: they lie where this one's
+                would.
+        """
+        if self._open not in {None, index}:
+            raise KernelError(
+                f"layer {index} starts before layer {self._open} of the same mailbox has ended",
+                hint="one layer at a time: finish it, then start the next",
+            )
+        self._open = index
         self._count(stream)
         self._kernels.post(
             step, stream, index=index, table=table, experts=spec.experts, hidden=spec.hidden,
@@ -271,8 +292,18 @@ class Mailbox:
             self._link.follow(self._side, stream, self._events[0])
             self._link.host_function(self._side, _core.answer_now_function(), self.core.address)
 
-    def wait(self, stream: int, *, early: bool) -> None:
-        """Enqueues the wait for the rows. `early`: kernels were enqueued since the post."""
+    def wait(self, stream: int, *, index: int, early: bool) -> None:
+        """Enqueues the wait for a layer's rows. `early`: kernels were enqueued since the post.
+
+        Raises:
+            KernelError: it is not this layer that has posted last.
+        """
+        if self._open != index:
+            raise KernelError(
+                f"layer {index} ends, but layer {self._open} is the one that has started",
+                hint="start and finish a layer before the next one starts",
+            )
+        self._open = None
         polls = self.variant is Variant.POLL
         if self.variant is Variant.HOSTFUNC:
             self._link.follow(stream, self._side, self._events[1])

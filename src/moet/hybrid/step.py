@@ -54,8 +54,8 @@ class HybridLayer:
             KernelError: more tokens than `most_tokens`, an address that is not aligned, a launch
                 that the driver refuses.
         """
+        slots = self._card.check(step)  # before anything is asked of the CPU
         if self._mailbox:
-            slots = self.spec.top_k if step.slots is None else step.slots
             self._mailbox.post(
                 step,
                 stream,
@@ -74,7 +74,7 @@ class HybridLayer:
         """
         if not self._mailbox:
             return self._card.run_combine(step, stream)
-        self._mailbox.wait(stream, early=True)
+        self._mailbox.wait(stream, index=self.index, early=True)
         mail = self._mailbox.addresses
         step = replace(step, elsewhere=Elsewhere.ON_HOST, host_rows=mail.rows, failed=mail.failed)
         return self._card.run_combine(step, stream)

@@ -239,7 +239,7 @@ class CudaLayer:
 
     def run_quantise(self, step: Step, stream: int = 0) -> None:
         """x -> quantised rows of the tokens."""
-        self._check(step)
+        self.check(step)
         params = self._quantise
         params.x, params.x_type, params.tokens = step.x, int(step.x_type), step.tokens
         grid = (-(-16 * params.groups // _THREADS), step.tokens)
@@ -247,7 +247,7 @@ class CudaLayer:
 
     def run_gate_up(self, step: Step, stream: int = 0) -> None:
         """Quantised rows of tokens -> quantised h of routings."""
-        self._gate_up.in_divisor = self._check(step)
+        self._gate_up.in_divisor = self.check(step)
         self._run_stage("gate_up", self._gate_up, self.plan.gate_up, step, stream)
 
     def run_down(self, step: Step, stream: int = 0) -> None:
@@ -257,7 +257,7 @@ class CudaLayer:
     def _run_stage(
         self, name: str, params: StageParams, plan: StagePlan, step: Step, stream: int
     ) -> None:
-        params.ids, params.routings = step.ids, step.tokens * self._check(step)
+        params.ids, params.routings = step.ids, step.tokens * self.check(step)
         kernel = f"moet_{name}_{int(self.spec.act)}"
         self._launch(
             kernel,
@@ -270,7 +270,7 @@ class CudaLayer:
 
     def run_combine(self, step: Step, stream: int = 0) -> None:
         """Adds all rows, in slot order, into the output."""
-        slots = self._check(step)
+        slots = self.check(step)
         combine = self._combine
         combine.ids, combine.weights, combine.out = step.ids, step.weights, step.out
         combine.tokens, combine.top_k, combine.out_type = step.tokens, slots, int(step.out_type)
@@ -299,7 +299,12 @@ class CudaLayer:
             overlap=self.plan.overlap,
         )
 
-    def _check(self, step: Step) -> int:
+    def check(self, step: Step) -> int:
+        """Slots of a token of the step.
+
+        Raises:
+            KernelError: T is not in 1..max_tokens, slots not in 1..top_k, or x is not aligned.
+        """
         slots = self.spec.top_k if step.slots is None else step.slots
         if not 1 <= step.tokens <= self.plan.max_tokens:
             raise KernelError(

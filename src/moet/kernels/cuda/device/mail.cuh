@@ -105,7 +105,9 @@ MOET_KERNEL(256, 4) moet_post(const __grid_constant__ PostParams p) {
   if (threadIdx.x != 0) return;
   if (needed) atomicAdd(&p.state->working, 1u);
   fence_system();
-  if (atomicAdd(&p.state->arrived, 1u) + 1 == gridDim.x) ring(p);
+  if (atomicAdd(&p.state->arrived, 1u) + 1 != gridDim.x) return;
+  fence_system();  // what the others did before they arrived
+  ring(p);
 }
 
 // Why the rows will not come, or kDone when they are there.
