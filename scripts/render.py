@@ -1,6 +1,6 @@
 """Renders numbers from benchmark records into the documents: `python scripts/render.py [--check]`.
 
-Between `<!-- render NAME -->` and `<!-- /render -->` in README.md and docs/*.md stands what NAME's
+Between `<!-- render NAME -->` and `<!-- /render -->` in README.md and under docs/ is what NAME's
 function below makes of `benchmarks/records/`. With --check nothing is written; the exit status is 1
 where a document does not say what the records say.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from records import RANGES, RECORDS, ROOT, Row, gigabytes, measured, record, table
 from summary import summary
 
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 UNMEASURED = "*unmeasured*"
 
 
@@ -183,6 +183,21 @@ def memory() -> str:
         f"{gigabytes(limit['beyond_experts_bytes'])}."
     )
     return table(head, rows) + "\n\n" + line
+
+
+def replay() -> str:
+    """What each policy of the cascade finds in memory, by budget."""
+    rows = record("replay")["results"]
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    hits = {
+        (row["budget"], row["policy"]): f"{row['hit_rate']:.1%} ({row['prefill_hit_rate']:.1%})"
+        for row in rows
+    }
+    budgets = dict.fromkeys(row["budget"] for row in rows)
+    return table(
+        ["in memory", *policies],
+        [[f"{budget:.0%}", *(hits[budget, name] for name in policies)] for budget in budgets],
+    )
 
 
 def host(run: Row) -> str:
@@ -359,6 +374,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step": step,
     "step_variants": step_variants,
     "kernels": kernels,
+    "replay": replay,
 }
 
 
