@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moet.base.errors import UsageError
-from moet.hybrid.split import choose, share_on_card
+from moet.hybrid.split import choose
 
 
 def test_the_hottest_get_the_slots_and_of_equals_the_lowest_id() -> None:
@@ -48,9 +48,3 @@ def test_impossible_numbers_of_slots_are_named(slots: int) -> None:
 def test_heat_of_another_shape_is_named(heat: dict[int, tuple[int, ...]]) -> None:
     with pytest.raises(UsageError, match=r"layer 0 has \d counts for 4 experts"):
         choose(heat, {0: 1}, 4)
-
-
-def test_share_of_recorded_routings() -> None:
-    heat = {0: (6, 2), 1: (1, 1)}
-    assert share_on_card(heat, {0: (0,), 1: (1,)}) == 0.7
-    assert share_on_card({0: (0, 0)}, {0: (0,)}) == 0.0

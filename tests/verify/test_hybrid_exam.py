@@ -17,7 +17,6 @@ from moet.hybrid.synthetic import SyntheticExperts
 from moet.kernels.cpu import Pool
 from moet.kernels.spec import LayerSpec
 from moet.tiers.card import CardTier
-from moet.tiers.ram import RamTier
 from moet.verify import faults, hybrid
 from moet.verify.hybrid import HybridCase, Room
 from moet.verify.uploads import Uploads
@@ -131,14 +130,22 @@ def test_experts_that_fit_nowhere_are_refused_at_once() -> None:
     assert "--experts" in caught.value.hint
 
 
-def test_an_upload_that_fails_is_told_at_the_end() -> None:
+@pytest.mark.parametrize("error", [TierError, ZeroDivisionError])
+def test_an_upload_that_fails_is_told_at_the_end(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = instant_card()
-    ram = RamTier(1 << 20, populate=False)
     experts = SyntheticExperts({0: SPEC})
     tier = CardTier(memory, 4096, record_bytes=4096)  # too small for any of them
+    if error is not TierError:
+
+        def broken(leases: object) -> int:
+            raise error
+
+        monkeypatch.setattr(tier, "upload", broken)
     uploads = Uploads(tier, experts.leases, 0)
     uploads._thread.join(20)
-    with pytest.raises(TierError):
+    with pytest.raises(error):
         uploads.stop()
-    for owned in (tier, experts, ram, memory):
+    for owned in (tier, experts, memory):
         owned.close()

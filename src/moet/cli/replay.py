@@ -56,40 +56,36 @@ def replay(
     """
     from moet.base.units import parse_bytes
     from moet.bench import replay as bench
-    from moet.bench.render_replay import render, render_disk
     from moet.cli.progress import shares
     from moet.hybrid.trace import read_trace
 
     made = {
-        "layers": layers,
-        "experts": experts,
-        "top_k": top_k,
-        "steps": steps,
-        "streams": streams,
-        "zipf": zipf,
-        "drift": drift,
-        "prompt_every": prompt_every,
-        "prompt_tokens": prompt_tokens,
-        "seed": seed,
-    }
+        "layers": layers, "experts": experts, "top_k": top_k, "steps": steps, "streams": streams,
+        "zipf": zipf, "drift": drift, "prompt_every": prompt_every,
+        "prompt_tokens": prompt_tokens, "seed": seed,
+    }  # fmt: skip
     calls = read_trace(Path(trace)) if trace else make(made)
     options = bench.Options(
-        trace=calls,
-        source={"trace": trace} if trace else {"made": made},
+        trace=calls, source={"trace": trace} if trace else {"made": made},
         policies=lists.words("--policies", policies, "--policies lru,lfu"),
-        budgets=tuple(percents(budgets)),
-        record_bytes=parse_bytes(record),
+        budgets=tuple(percents(budgets)), record_bytes=parse_bytes(record),
         bandwidth=float(parse_bytes(bandwidth)),
-        skip=skip / 100,
-        window=None if window < 0 else window,
-    )
+        skip=skip / 100, window=None if window < 0 else window,
+    )  # fmt: skip
     with shares("replaying") as progress:
         result = for_real(model, options, progress) if model else bench.run(options, progress)
-    if json:
-        console.write(result.to_json() + "\n")
-    else:
-        console.out().print(render_disk(result) if model else render(result))
+    show(result, json=json, disk=bool(model))
     return 0
+
+
+def show(record: Record, *, json: bool, disk: bool) -> None:
+    """What was found: as JSON, or a table."""
+    from moet.bench.render_replay import render, render_disk
+
+    if json:
+        console.write(record.to_json() + "\n")
+    else:
+        console.out().print(render_disk(record) if disk else render(record))
 
 
 def for_real(model: str, options: Options, progress: Share) -> Record:

@@ -212,6 +212,9 @@ def load_on_card(
     checkpoint = open_checkpoint(folder)
     geometry = checkpoint.geometry
     split = transformers_adapter.split_of(geometry, share, heat_file)
+    spec = transformers_adapter.layer_spec(geometry)
+    if capacity_bytes is None:
+        capacity_bytes = sum(map(len, split.values())) * spec.layout.record_bytes
     with ExitStack() as stack:
         if card is None:
             card = open_card()
@@ -219,21 +222,15 @@ def load_on_card(
         model = transformers_model.build(checkpoint, dtype, card.device)
         modules = transformers_model.experts_by_layer(model, geometry)
         pool = pool or transformers_adapter.default_pool(spare=1)
-        spec = transformers_adapter.layer_spec(geometry)
-        needed = sum(map(len, split.values())) * spec.layout.record_bytes
         tier = transformers_adapter.read_experts(checkpoint, stack)
         experts = CardExperts(
-            card.gpu,
-            card.link,
-            card.memory,
-            pool,
-            dict.fromkeys(geometry.moe_layers, spec),
-            capacity_bytes=needed if capacity_bytes is None else capacity_bytes,
+            card.gpu, card.link, card.memory, pool, dict.fromkeys(geometry.moe_layers, spec),
+            capacity_bytes=capacity_bytes,
             max_tokens=max_tokens,
             variant=variant or choose(card.gpu, card.link, pool, env.read().mailbox),
             stall_seconds=stall_seconds,
             isa=env.read().isa,
-        )
+        )  # fmt: skip
         stack.callback(experts.close)
         layers = _attach(modules, experts, tier, geometry, card.device)
         experts.place(split, hybrid_op.stream_of(card.device))

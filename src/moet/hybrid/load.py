@@ -193,6 +193,25 @@ def _run(
     return done
 
 
+def _slice_of(
+    checkpoint: Checkpoint,
+    rank: int,
+    world: int,
+    cpus: Sequence[int] | None,
+    drop_cache: bool | None,
+) -> _Slice:
+    """What a rank loads, what it was not told found on this machine."""
+    if drop_cache is None:
+        drop_cache = checkpoint.expert_bytes > read_memory().available // 2
+    return _Slice(
+        layout=record_layout(checkpoint.geometry, rank, world),
+        channels=intermediate_slice(checkpoint.geometry.intermediate, rank, world),
+        down_bias=rank == 0,
+        drop_cache=drop_cache,
+        cpus=cpus or usable_cpus(),
+    )
+
+
 def load(
     checkpoint: Checkpoint,
     tier: Tier,
@@ -227,16 +246,8 @@ def load(
         UsageError: no such rank, or more ranks than blocks.
     """
     wanted = expert_keys(checkpoint.geometry) if keys is None else list(keys)
-    if drop_cache is None:
-        drop_cache = checkpoint.expert_bytes > read_memory().available // 2
     threads = threads or min(_MAX_THREADS, max(_MIN_THREADS, usable_threads()))
-    part = _Slice(
-        layout=record_layout(checkpoint.geometry, rank, world),
-        channels=intermediate_slice(checkpoint.geometry.intermediate, rank, world),
-        down_bias=rank == 0,
-        drop_cache=drop_cache,
-        cpus=cpus or usable_cpus(),
-    )
+    part = _slice_of(checkpoint, rank, world, cpus, drop_cache)
     state = _Load(checkpoint, tier, part)
     total = _bytes_to_read(checkpoint, wanted, part.channels)
     start = time.monotonic()
@@ -250,7 +261,7 @@ def load(
         record_bytes=len(wanted) * part.layout.record_bytes,
         seconds=time.monotonic() - start,
         threads=threads,
-        dropped_cache=drop_cache,
+        dropped_cache=part.drop_cache,
     )
     _log.info(
         "loaded %d experts, %s, at %s", report.experts, format_bytes(done), format_rate(report.rate)

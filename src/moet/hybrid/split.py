@@ -43,10 +43,3 @@ def _hottest(
         raise UsageError(what, hint="record the heat again with this model")
     order = sorted(range(experts), key=lambda expert: (-counts[expert], expert))
     return tuple(order[:wanted])
-
-
-def share_on_card(heat: Mapping[int, Sequence[int]], split: Split) -> float:
-    """Which part of the recorded routings the split's experts had, 0 to 1; 0 where none were."""
-    total = sum(sum(counts) for counts in heat.values())
-    ours = sum(heat[layer][expert] for layer, chosen in split.items() for expert in chosen)
-    return ours / total if total else 0.0

@@ -169,9 +169,9 @@ class _Bench:
 
     def _wrong(self, kind: str, got: NDArray[np.uint16], said: str, seconds: float) -> str:
         if kind == "slow":
-            late = seconds < SLOW_MS / 1e3
+            early = seconds < SLOW_MS / 1e3
             right = not said and np.array_equal(got, self.want)
-            return "" if right and not late else "a slow worker was not waited for"
+            return "" if right and not early else "a slow worker was not waited for"
         if not said:
             return "no error was raised"
         if not (got[_NEEDS_CPU] == _NAN).all():
