@@ -204,7 +204,13 @@ main.main()
 def test_a_real_ctrl_c(model: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "x")
     command = [sys.executable, "-c", SLOW, "pack", str(model), "--out", out, "--threads", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore ctrl-C, and so would the child of one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
     deadline = time.monotonic() + 60
     while not list(Path(out).glob("*/experts-0.bin")) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -378,8 +378,8 @@ def test_an_expert_that_is_not_there_is_named(packed: Path) -> None:
         assert caught.value.fault is PackFault.NO_RECORD
 
 
-MEASURED = """
-import resource, sys
+MEASURED = r"""
+import re, sys
 from pathlib import Path
 from moet.checkpoint import open_checkpoint
 from moet.pack.check import check_pack
@@ -388,7 +388,9 @@ from moet.pack.writer import write_pack
 checkpoint = open_checkpoint(sys.argv[1])
 report = write_pack(checkpoint, [Path(sys.argv[2])], threads=4)
 check_pack(open_pack(report.folder), checkpoint, threads=4)
-print(report.nbytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# Not ru_maxrss: that of a child begins with its parent's.
+peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+print(report.nbytes, int(peak[1]) * 1024)
 """
 
 
