@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 def repeatable() -> None:
     """Makes torch's own part of the model the same in every run: attention in plain matrix
-    products, since with fused kernels two runs of the same were seen to differ in a bit."""
+    products, deterministic algorithms. Without, two runs of the same differed in a bit."""
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)

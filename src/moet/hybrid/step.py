@@ -10,6 +10,8 @@ A step, all of it enqueued on one stream and fit for a CUDA graph (docs/decision
 
 Every row has the same bits wherever it was computed, and the combine's order is that of the slots:
 the split does not enter the result (docs/numerics.md).
+
+transformers models run it (engine/transformers_card.py); vLLM's path is still experts.py.
 """
 
 from __future__ import annotations
